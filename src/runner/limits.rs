@@ -4,7 +4,7 @@ use crate::kernels::SumOrder;
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
 /// The maximum number of sequences in a batch graph or a queued step. The engine plans no steps with more sequences.
-/// The buffers for the tokens of queued steps and for the logits of batch graphs have this many rows.
+/// The buffers for the tokens of queued steps and for the logits of batch graphs have room for this many sequences.
 pub const MAX_SEQUENCES: usize = 256;
 
 /// The maximum sizes of a sequence and of a step.
@@ -25,7 +25,7 @@ pub struct RunnerOptions {
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
     /// Whether to queue steps where the runner can. `None` queues steps on GPUs only.
-    /// A CPU runs queued steps immediately. Tests use such steps to check the order of events without a GPU.
+    /// A CPU runs queued steps immediately. Tests use such steps to check queueing without a GPU.
     pub queue_steps: Option<bool>,
 }
 
@@ -41,8 +41,8 @@ impl RunnerOptions {
 /// The sums that determine a token are always computed in the same order:
 /// - The prompt without its last token is divided at multiples of [`tokens`](Self::tokens).
 ///   Each part runs in its own forward pass, so the same part always has the same matrix sizes.
-/// - The last token of the prompt and every generated token are rows of decode steps.
-///   The kernels of decode steps add in a fixed order ([`SumOrder::Fixed`]).
+/// - The last token of the prompt and all generated tokens are computed one at a time,
+///   in passes that add in a fixed order ([`SumOrder::Fixed`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptParts {
     tokens: usize,

@@ -1,20 +1,21 @@
-//! Runs the steps of a model on its device.
+//! Runs the steps of a model: forward passes, and the choice of the next tokens.
 //!
 //! On a GPU, decode steps usually run as CUDA graphs: the decode graph, which has fused kernels for a single sequence,
 //! or batch graphs, one for each padded batch size.
 //!
-//! A [`Runner`] works on token ids, positions and block tables, and knows no requests or text.
+//! A [`Runner`] works on token ids, positions and block tables, and knows nothing of requests or text.
 //! Its callers pass a sampler ([`TokenSampler`]) for each sequence that needs a token.
 //! The modules are:
 //!
 //! - `run/`: the methods `step`, `queue` and `take` of `Runner`, for steps of one or more sequences
-//! - `solo/`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
+//! - `solo/`: runs one sequence that has the KV cache to itself
+//! - `solo_sequence`: the state of the sequence that `solo/` runs
 //! - `step/`: the input of a step, what runs the step, and its cost and duration
-//! - `sampling/`: the interface of samplers, and functions that choose tokens on the host or on a GPU
-//! - `launcher/`: launches steps on the GPU of one rank: batch graphs and queued steps
-//! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
-//! - `decode_graph/`: the decode graph, its plan, and why a runner has no decode graph
-//! - `ranks/`: the ranks that run a model together, and the commands of the first rank to the others
+//! - `sampling/`: the interface of samplers, and functions that choose tokens and compute log probabilities
+//! - `launcher/`: launches batch graphs and queued steps on the GPU of one rank
+//! - `queued_steps/`: the state of queued steps, and the buffers for their inputs and tokens
+//! - `decode_graph/`: the decode graph, and the reasons why a runner may have none
+//! - `ranks/`: the ranks that run a model together, and the commands that the first rank sends to the others
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
 
 pub mod decode_graph;
@@ -50,11 +51,11 @@ pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};
 pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
 pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence, StepTime, TokensToScore};
 
-/// A model on its device, with the KV cache of all sequences.
+/// A model and the KV cache of all sequences, on one device or divided among ranks.
 pub struct Runner {
     /// Launches batch graphs and queued steps.
     /// `None` on a CPU, with `--eager`, or if the host copies data between ranks.
-    /// Declared first, because batch graphs must be dropped before the decoder and the cache, whose memory they use.
+    /// Declared first, so that batch graphs are dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
     /// All ranks, which run every pass together. The fields `decoder` and `cache` belong to the first rank.
     ranks: RankGroup,
@@ -66,7 +67,7 @@ pub struct Runner {
     device: Device,
     /// The single sequence of `bench`, `perplexity` and `EngineHandle::logits`, which has the cache to itself.
     solo: SoloSequence,
-    /// The tokens that the last step queued on a CPU has chosen, by sequence id. They are inputs of the next queued step.
+    /// The tokens that the last queued step on a CPU chose, by sequence id. The next queued step uses them as input.
     queued_tokens: HashMap<u64, u32>,
     /// The time at which the tokens of a queued step were last taken.
     last_taken: Instant,
@@ -74,7 +75,7 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// Creates a runner and plans its decode graph.
+    /// Creates a runner with a single rank. See [`with_ranks`](Self::with_ranks).
     ///
     /// The cache must have enough blocks for one sequence of `limits.context` positions.
     pub fn new(
@@ -88,8 +89,9 @@ impl Runner {
         Self::with_ranks(World::alone(), parts, Vec::new(), limits, device, options)
     }
 
-    /// Creates a runner for a model that several ranks run together.
-    /// `world` and `parts` belong to the first rank, which runs on the calling thread. `others` holds all other ranks.
+    /// Creates a runner for a model that one or more ranks run, and plans the decode graphs of the ranks.
+    /// `world` and `parts` belong to the first rank, which runs on the thread that calls the methods of the runner.
+    /// `others` holds all other ranks. Each of them runs on a new thread.
     ///
     /// All KV caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
     pub fn with_ranks(
@@ -131,12 +133,12 @@ impl Runner {
         self.options.prompt_parts
     }
 
-    /// Returns the KV cache of all sequences.
+    /// Returns the first rank's KV cache, which all sequences share.
     pub fn cache(&self) -> &KvCache {
         &self.cache
     }
 
-    /// Returns whether one of several ranks has failed. After such a failure, every later step fails.
+    /// Returns whether a rank has failed, so that every later step fails. Always false with a single rank.
     pub fn has_failed_rank(&self) -> bool {
         self.ranks.has_failed_rank()
     }
@@ -152,26 +154,28 @@ impl Runner {
     }
 
     /// Restarts the timeouts of [`ping_ranks`](Self::ping_ranks).
-    /// The engine calls this function when it begins to wait for requests.
+    /// The engine calls this function when it begins to wait for a command, such as a new request.
     pub fn restart_ping_timeouts(&self) {
         self.ranks.restart_ping_timeouts();
     }
 
-    /// Checks that all ranks still answer.
+    /// Sends a ping to every rank except the first, and checks that these ranks have answered earlier pings.
     /// If a rank has not answered for 5 s, [`has_failed_rank`](Self::has_failed_rank) becomes true.
     ///
-    /// The engine calls this function once a second while it waits for requests.
+    /// The engine calls this function once a second while it waits for a command.
     pub fn ping_ranks(&self) {
         self.ranks.ping();
     }
 
-    /// Makes one of several ranks fail, for tests. The first rank fails in its next pass or decode graph command.
-    /// Any other rank fails after the commands that it has already received.
+    /// Makes a rank fail, for tests. Has no effect with a single rank.
+    /// The first rank fails in its next pass or decode graph command.
+    /// Any other rank fails after it has run the commands that it has already received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         self.ranks.inject(rank, fault);
     }
 
-    /// Calls a function with the KV cache of every rank. Returns the results in rank order. See [`RankCache`].
+    /// Calls a function with the KV cache of every rank. Returns the results in rank order.
+    /// Fails if a call fails, or if a rank fails or does not answer.
     pub fn with_caches<T: Send + 'static>(
         &self,
         call: impl Fn(RankCache) -> Result<T> + Send + Sync + 'static,
@@ -200,6 +204,7 @@ impl Runner {
     }
 
     /// Returns how decode steps run while only one request is active.
+    /// Deterministic requests and requests with log probabilities can run differently.
     pub fn execution_mode(&self) -> ExecutionMode {
         match route(self.facts(), StepFacts::ONE_TOKEN).executor {
             StepExecutor::Eager => ExecutionMode::Eager,

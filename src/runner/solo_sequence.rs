@@ -8,8 +8,8 @@ pub(super) struct SoloSequence {
     /// The tokens whose keys and values are in the cache.
     pub cached: Vec<u32>,
     pub tables: BlockTables,
-    /// The largest position written since the last call to [`clear`](Self::clear), plus one.
-    /// `Runner::rewind` uses `written` to decide whether blocks of a sliding window may have been overwritten.
+    /// The largest position that steps since the last [`clear`](Self::clear) write, plus one. Includes queued steps.
+    /// `Runner::rewind` uses `written` to decide whether keys and values in a sliding window may be overwritten.
     pub written: usize,
 }
 

@@ -17,8 +17,8 @@ pub fn api_key() -> Result<String> {
 
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
-    // `fill` fails only if the operating system provides no random numbers. All bytes are then 0,
-    // so ids and seeds repeat, but requests still succeed.
+    // `fill` fails only if the operating system provides no random numbers.
+    // Ids and seeds can then repeat, but requests still succeed.
     let _ = SystemRandom::new().fill(&mut bytes);
     bytes
 }

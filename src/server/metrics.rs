@@ -16,13 +16,13 @@ use crate::chat::{FormatViolation, FormatViolations};
 use crate::engine::{EngineHandle, EngineHistograms, EngineStats, HistogramStats, Summary};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
-/// The prefix of the names of inferno's metrics.
+/// The name prefix of inferno's metrics.
 const PREFIX: &str = "inferno_";
 /// The name prefix of the additional metrics for dashboards that were made for vLLM.
 const VLLM_PREFIX: &str = "vllm:";
 
-/// The names, without a prefix, of the metrics that inferno and vLLM share.
-/// `iteration_tokens` is an exception: vLLM's name is `iteration_tokens_total`.
+/// The metrics that inferno can also export under vLLM's prefix. The names are given without a prefix.
+/// The histogram `iteration_tokens` has the name `iteration_tokens_total` in vLLM.
 /// inferno omits the ending `_total`, because Prometheus reserves it for counters.
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
@@ -166,7 +166,7 @@ impl Metrics {
             requests: make.counters("request_success_total", "Finished answers.", "finished_reason", FINISH_REASONS)?,
             admission_rejections: make.counters(
                 "admission_rejections_total",
-                "Requests rejected because the queue had no room for their answers.",
+                "Requests rejected because the queue was full or their API key had too many answers in progress.",
                 "reason",
                 REJECTION_REASONS,
             )?,
@@ -301,7 +301,7 @@ impl RequestSizes {
             choices: make.histogram("request_params_n", "Answers per prompt that a request asked for.", CHOICES)?,
             max_tokens: make.histogram(
                 "request_params_max_tokens",
-                "The token limit of a request, if it has one.",
+                "Limit on the generated tokens of an answer, if the request has one.",
                 TOKENS,
             )?,
         })
@@ -331,7 +331,7 @@ impl VllmMetrics {
         Ok(Self {
             waiting_by_reason: gauges(
                 "num_requests_waiting_by_reason",
-                "Waiting sequences by reason. The reason is always capacity.",
+                "Waiting sequences by reason. All of them count under the reason capacity.",
                 &["reason"],
             )?,
             lora_info: gauges(
@@ -348,8 +348,9 @@ impl VllmMetrics {
     }
 
     fn update(&self, stats: &EngineStats) {
-        // A sequence waits for free KV cache blocks, for a place among the `--max-sequences` running sequences, or for
-        // its turn in the token budget of a step. The label `capacity` counts all these sequences.
+        // The label `capacity` counts all waiting sequences. They wait for free KV cache blocks, for a place among the
+        // `--max-sequences` running sequences, for room in the token budget of a step, or for the prefill of a prompt
+        // that they share with another answer.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
         for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {
@@ -387,7 +388,7 @@ impl EngineMetrics {
         })
     }
 
-    /// Creates a copy of each engine counter, together with the function that reads the engine's value.
+    /// Creates the counters that copy counters of the engine, each with the function that reads the engine's value.
     fn totals(make: &MetricFactory) -> Result<Vec<(IntCounter, ReadTotal)>> {
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         [
@@ -400,7 +401,7 @@ impl EngineMetrics {
             total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
             total(
                 "tokens_after_cancel_total",
-                "Tokens from steps that began after the request had been completed or canceled.",
+                "Tokens of a request from steps that began after the request had been completed or canceled.",
                 |stats| stats.tokens_after_cancel,
             ),
         ]
@@ -437,7 +438,7 @@ impl EngineMetrics {
     }
 }
 
-/// Returns a copy of a metric under vLLM's name, or `None` if vLLM has no such metric.
+/// Returns a copy of a metric under vLLM's name, or `None` if the metric is not in [`VLLM_NAMES`].
 fn with_vllm_name(family: &MetricFamily) -> Option<MetricFamily> {
     let name = family.name().trim_start_matches(PREFIX);
     if !VLLM_NAMES.contains(&name) {

@@ -6,13 +6,15 @@
 //! - `openai/`, `anthropic/`, `ollama/`: the routes of these APIs; `dialect`: the error format of each API
 //! - `routes/`: health, load, metrics, records, receipts, tokenization and the admission preview
 //! - `generation/`: runs requests and turns their events into the parts of responses
-//! - `http/`: request bodies, errors, access and logging; `connections/`: accepts, encrypts and closes connections
+//! - `http/`: request bodies, errors, access control and logging
+//! - `connections/`: accepts, encrypts and closes connections
 //! - `limits/`: limits the number of sequences, and estimates when the client should retry a rejected request
 //! - `records/`: keeps records of requests, and signs receipts
 //! - `router`: maps paths to route handlers, and runs shared code before and after each handler
 //! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
-//! - `page`: the chat page for browsers, with its files in `page/`
-//! - `state`, `options`, `metrics`: what all handlers share; `tenant`, `ids`: the tenant of a request, and random ids
+//! - `page/`: the chat page for browsers
+//! - `state`, `options`, `metrics`: the state, options and metrics that all handlers share
+//! - `tenant`: the tenant of a request; `ids`: random ids, API keys and seeds
 
 mod anthropic;
 mod connections;

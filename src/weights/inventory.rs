@@ -25,16 +25,16 @@ pub(super) struct InventoryTensor {
     pub name: String,
     pub role: TensorRole,
     /// The dtype in the file, in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
-    /// The MXFP4 experts of gpt-oss are `u8` in every file format, and packed int8 weights are `i8`.
+    /// Int8 weights packed in I32 words count as `i8`, and MXFP4 experts of gpt-oss in a GGUF file count as `u8`.
     dtype: String,
     elements: u64,
     /// The size of the tensor in the file, in bytes.
     bytes: u64,
     format: MemoryFormat,
-    /// The shape of a matrix that is quantized in memory.
-    /// `None` for all other tensors, and for all tensors added by [`Inventory::add_header`].
+    /// The format and the dimensions of a matrix that is quantized in memory.
+    /// `None` for packed MXFP4 and all other tensors, and for all tensors added by [`Inventory::add_header`].
     pub quantized: Option<QuantizedShape>,
-    /// How ranks can divide the columns of a matrix. `None` for a vector.
+    /// How ranks can divide the columns of a matrix. `None` for a vector or scalar.
     pub columns: Option<ColumnUnits>,
     /// The length of the tensor's first dimension. `None` for a scalar.
     pub rows: Option<usize>,
@@ -53,10 +53,10 @@ enum MemoryFormat {
     /// Floats in the compute dtype.
     ComputeDtype,
     /// F32, regardless of the compute dtype: vectors (such as norms, sinks, and biases outside the experts),
-    /// routers and weight scales.
+    /// routers, and weight scales that [`Inventory::add_header`] adds.
     F32,
-    /// A packed or quantized format. Holds the size in bytes, which is 0 for tensors that are never loaded.
-    /// The size is also 0 for the weight scales of an open checkpoint, because the size of their matrix includes them.
+    /// A packed, quantized or integer format. Holds the size in bytes, which is 0 for tensors that are never loaded.
+    /// In [`Inventory::from_checkpoint`], the size of a matrix includes its weight scales, so their own size is 0.
     Bytes(u64),
 }
 
@@ -67,24 +67,23 @@ pub struct Inventory {
     pub(super) tensors: Vec<InventoryTensor>,
 }
 
-/// The information about a model's weights that `inferno list` shows.
+/// The information about a model's weights that `inferno list` needs.
 pub struct WeightsSummary {
     pub parameters: u64,
     /// The dtype with the most bytes, in lower case. For a GGUF file, the quantization of the file, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
-    /// Whether `parameters` counts each packed word as four parameters, which is correct only for 8-bit quantization.
+    /// Whether `parameters` counts four parameters per packed I32 word, which is correct only for 8-bit quantization.
     pub is_packed: bool,
 }
 
 /// The sizes in memory of the parts of a model, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModelBytes {
-    /// The size of each decoder layer in memory, in bytes.
+    /// The size of each decoder layer.
     pub layers: Vec<u64>,
-    /// The size of the output head, in bytes. 0 if the checkpoint has no tensor for the output head.
+    /// The size of the output head. 0 if the checkpoint has no tensor for the output head.
     pub head: u64,
-    /// The size of all other tensors, such as the embeddings, the final norm,
-    /// and layers beyond the model's layer count, in bytes.
+    /// The size of all other tensors, such as embeddings, the final norm, and layers beyond the model's layer count.
     pub other: u64,
 }
 
@@ -222,8 +221,8 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.bytes))
     }
 
-    /// Returns the size in the files of the tensors that a rank loads if it holds the layers `layers` whole, in bytes.
-    /// Such a rank also loads the tensors that belong to no layer.
+    /// Returns the size in the files, in bytes, of the tensors that belong to the layers `layers` or to no layer.
+    /// A rank that holds these layers whole loads these tensors, except those that no rank loads.
     pub fn stage_bytes(&self, layers: &Range<usize>) -> u64 {
         let is_loaded = |tensor: &&InventoryTensor| tensor.layer().is_none_or(|layer| layers.contains(&layer));
         sum(self.tensors.iter().filter(is_loaded).map(|tensor| tensor.bytes))
@@ -266,7 +265,7 @@ impl Inventory {
     }
 
     /// Returns the size in memory of all experts of a layer, in bytes. If layers differ, returns the largest size.
-    /// Loading repacks or stacks the experts of one layer at a time, which temporarily needs extra memory of this size.
+    /// Loading may temporarily need extra memory of this size, to repack or stack the experts of one layer at a time.
     /// A U8 tensor outside the experts counts as a layer of its own.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<(Option<usize>, &str), u64> = BTreeMap::new();
@@ -282,7 +281,8 @@ impl Inventory {
 
     /// Returns the dequantized size of all quantized experts of a layer, in bytes. Packed MXFP4 experts do not count.
     /// If layers differ, returns the largest size.
-    /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
+    /// This is an upper bound on the memory for dequantized experts in a forward pass over many tokens, in which a GPU
+    /// dequantizes one stacked matrix at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
         for tensor in self.tensors.iter().filter(|tensor| tensor.is_expert() && tensor.dtype != "u8") {
@@ -321,7 +321,8 @@ impl Inventory {
 }
 
 impl MemoryFormat {
-    /// Returns the format of a tensor that is loaded as floats, or of a tensor that is never loaded (0 bytes).
+    /// Returns the format that a tensor has in memory if it is loaded as floats. For a tensor that is never loaded,
+    /// returns `Bytes(0)`.
     /// `dims` is the number of dimensions of the tensor.
     fn for_floats(name: &str, role: TensorRole, dims: usize) -> Self {
         if role.form == Form::Unloaded || is_never_loaded(name) {
@@ -404,7 +405,8 @@ mod tests {
         assert_eq!(inventory.bytes(), 300);
         assert_eq!(inventory.parameters(), 40 + 16 + 4 + 8 + 256);
         assert_eq!(inventory.active_parameters(1, 2), 40 + 16 + 4 + 8 + 128);
-        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms and routers use f32");
+        // Norms and routers are f32 in memory, and the other float tensors are bf16.
+        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "wrong size in memory");
         assert_eq!(inventory.largest_expert_layer(DType::BF16), 136);
         assert_eq!(inventory.main_dtype().as_deref(), Some("u8"));
         let groups = inventory.groups();

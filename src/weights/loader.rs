@@ -31,7 +31,7 @@ pub struct Weights<'c> {
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
-    /// The rank whose part of each layer is loaded. [`World::alone`] after [`undivided`](Self::undivided).
+    /// The rank whose part of the model is loaded. [`World::alone`] after [`undivided`](Self::undivided).
     pub(super) world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<TensorPart>,
@@ -52,16 +52,16 @@ impl<'c> Weights<'c> {
 
     /// Returns the [`SharedReads`] for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
     ///
-    /// The read of a tensor that is divided along its first dimension is not shared,
-    /// because a rank that holds no part of this dimension does not load the tensor.
+    /// The read of a tensor that is divided along its first dimension is not shared: a rank that holds no rows of a
+    /// matrix does not load the matrix, so the other ranks would wait in vain.
     /// Transposed matrices are an exception: their reads are always shared, because all ranks load them.
     fn shared_gguf_reads(&self, model: &GgufModel, name: &str, slice: Option<&Slice>) -> Option<&SharedReads> {
         let is_shared = slice.is_none_or(|slice| slice.dim > 0) || model.is_transposed(name);
         self.shared_reads.as_ref().filter(|_| is_shared)
     }
 
-    /// Takes part in the shared read of a float matrix, or of stacked float matrices, that this rank holds no part of.
-    /// The other ranks wait until every rank has joined the shared read.
+    /// Takes part in the read of a float matrix, or of stacked float matrices, that this rank holds no part of.
+    /// If the ranks share the read, the other ranks wait until this rank joins.
     /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
     pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
         let rows = shape.len() - 2;
@@ -89,7 +89,7 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Returns the rank whose part of each layer is loaded, or [`World::alone`] after [`undivided`](Self::undivided).
+    /// Returns the rank whose part of the model is loaded, or [`World::alone`] after [`undivided`](Self::undivided).
     pub fn world(&self) -> &World {
         &self.world
     }
@@ -99,7 +99,7 @@ impl<'c> Weights<'c> {
         Self { world: World::alone(), shared_reads: None, ..self.clone() }
     }
 
-    /// Returns weights that load only the rows in `ranges` of each tensor. In the file, each tensor has `total` rows.
+    /// Returns weights that load only the rows `ranges` of each matrix and vector. Each has `total` rows in the file.
     /// The loading methods of the returned weights expect the shape of the loaded rows, not the shape in the file.
     pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
         self.part(Axis::Rows, ranges.into(), total)
@@ -155,7 +155,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Loads a whole float tensor of exactly the given shape in the compute dtype.
-    /// The file may store the tensor as F32, F16, BF16, F8_E4M3 without scales, or any supported GGUF type.
+    /// The file may store the tensor as F32, F16 or BF16, as E4M3 without scales, or as any supported GGUF type.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
     }
@@ -165,7 +165,7 @@ impl<'c> Weights<'c> {
         self.float_slice(name, shape, dtype, None)
     }
 
-    /// Loads a vector with one value per row of a matrix, such as a bias, as `dtype`.
+    /// Loads a vector, such as a bias or attention sinks, as `dtype`. Ranks divide a vector like the rows of a matrix.
     pub fn vector(&self, name: &str, rows: usize, dtype: DType) -> Result<Tensor> {
         self.float_slice(name, &[rows], dtype, self.slice(Some(0), None))
     }
@@ -191,8 +191,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, &stored_shape, dtype, slice);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], &stored_shape)?;
-        // Convert small tensors, such as norms and biases, on the host.
-        // The first conversion on a GPU is slow if the driver must first compile candle's conversion kernels.
+        // Convert small tensors, such as norms and biases, on the host: a conversion on a GPU may have to wait until
+        // the driver has compiled candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let whole = model.shared_float(&name, dtype, self.shared_gguf_reads(model, &name, slice.as_ref()));
@@ -207,7 +207,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Loads an E4M3 tensor that has no scales, or the part of it that `slice` selects.
-    /// `shape` is the shape in the file. Converts on the host, because GPUs before Ada do not support E4M3.
+    /// `shape` is the shape in the file. Converts the whole tensor on the host. Fails if the tensor has a scale.
     fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType, slice: Option<Slice>) -> Result<Tensor> {
         let view = self.checkpoint.view(name)?;
         self.check_unscaled(name)?;
@@ -269,7 +269,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `shape` is the shape of the result.
-    /// `device` is either the device of the weights or the host.
+    /// `device` is either the device of the weights or the host. From a GGUF file, loads only packed MXFP4.
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = sliced(model.shared_packed(name, self.shared_reads.as_ref())?, slice)?.to_device(device)?;
@@ -299,7 +299,7 @@ impl<'c> Weights<'c> {
         Ok(tensor)
     }
 
-    /// Decides which threads read a part of the tensor `view`, and whether the ranks read the tensor together.
+    /// Decides which threads read `part` of the tensor `view`, and whether the ranks read the tensor together.
     fn read_plan<'r>(&'r self, view: &'r TensorView, part: &PartToRead, device: &Device) -> ReadPlan<'r> {
         let is_own_device = device.same_device(&self.device);
         let is_large = part.bytes() > MAX_HOST_CONVERSION_BYTES;
@@ -328,8 +328,8 @@ enum ReadPlan<'r> {
     Ahead(&'r dyn TensorReader),
     /// Several threads read the tensor to the device of the weights.
     Threads { reader: &'r dyn PartSource, file: &'r ByteRange, shared: Option<&'r SharedReads> },
-    /// The tensor is read to host memory: on this thread, or, with `shared`, each rank reads a share of it, if necessary
-    /// with several threads.
+    /// The tensor is read to host memory. With `shared`, each rank reads a share of the tensor, which may take several
+    /// threads. Otherwise, this thread reads the tensor.
     Host { shared: Option<&'r SharedReads> },
 }
 

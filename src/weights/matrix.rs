@@ -18,7 +18,7 @@ impl<'c> Weights<'c> {
     /// Each element of `parts` is a module and the number of rows of its matrix.
     ///
     /// A matrix that is quantized in the file stays quantized. MXFP4 matrices of GGUF files count as float matrices.
-    /// If there is a quantization target, a float matrix is quantized if the target supports its row length.
+    /// With a quantization target, a float matrix is quantized if the target supports the length of its rows.
     /// All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
         let all_rows: usize = parts.iter().map(|(_, rows)| rows).sum();
@@ -110,7 +110,7 @@ impl<'c> Weights<'c> {
         Ok(matrix)
     }
 
-    /// Returns the rows of `matrices` stacked matrices that are quantized in the file or during loading.
+    /// Returns this rank's part of `matrices` stacked matrices that are quantized in the file or during loading.
     /// Returns `None` for matrices that are loaded as floats.
     fn quantized(&self, name: &str, matrices: usize, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let slice = self.slice(Some(0), Some(1));
@@ -130,8 +130,8 @@ impl<'c> Weights<'c> {
         })
     }
 
-    /// Takes part in the shared read of a matrix, or of stacked matrices, that this rank holds no part of.
-    /// The other ranks wait until every rank has joined the shared read.
+    /// Takes part in the read of a matrix, or of stacked matrices, that this rank holds no part of.
+    /// If the ranks share the read, the other ranks wait until this rank joins.
     /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
     fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
         let (Some(_), [stack @ .., rows, columns]) = (self.shared_reads(), shape) else { return Ok(()) };
@@ -199,7 +199,7 @@ impl<'c> Weights<'c> {
         };
         if view.info.dtype != stored || view.info.shape != shape {
             let found = self.checkpoint.describe(name);
-            bail!("tensor {name}: quantization_config requires {stored} {shape:?}, found {found}");
+            bail!("tensor {name}: config.json requires {stored} {shape:?}, found {found}");
         }
         let [rows, columns] = shape;
         let weight_scale_count = match scheme.weight_scales {

@@ -7,7 +7,7 @@
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `tensor_table`: what a model does with each tensor, as its family declares
 //! - `builder`: configures how the weights are loaded
-//! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
+//! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and the experts of gpt-oss for the layers in `nn`
 //! - `reading/`: reads the bytes of files, ahead of requests, in parts, or together with other ranks
 //! - `ggml/`, `compressed`: the quantized formats of GGUF and of compressed-tensors
 //! - `quantized`: converts quantized rows and floats to the memory format of the kernels

@@ -1,4 +1,4 @@
-//! Loads the stacked expert matrices of gpt-oss, which are packed as MXFP4, or floats in some fine-tunes.
+//! Loads the stacked expert matrices of gpt-oss. MXFP4 matrices stay packed. All others are loaded as floats.
 
 use anyhow::{Result, bail};
 

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 
 use crate::kernels;
 
-/// Counts the bytes of loaded tensors, reports the count to a progress display, and collects the names of the tensors.
+/// Counts the bytes of the loaded tensors, and collects their names. Reports the bytes in the files to a callback.
 pub struct LoadProgress<'p> {
     read_bytes: Cell<u64>,
     resident_bytes: Cell<u64>,
@@ -25,7 +25,7 @@ impl<'p> LoadProgress<'p> {
         Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), names: RefCell::default(), report }
     }
 
-    /// Creates counters that do not report to a progress display.
+    /// Creates counters without a callback.
     pub fn silent() -> Self {
         Self::new(&|_| ())
     }

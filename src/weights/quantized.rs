@@ -59,10 +59,10 @@ impl QuantizationTarget {
         }
     }
 
-    /// Returns `ggml_type` if a row of `columns` values consists of whole blocks. Otherwise, tries the fallback type.
-    /// The fallback type of a K-quant has shorter blocks and more bits per value.
+    /// Returns `ggml_type` if a row of `columns` values consists of whole blocks of this type.
+    /// Otherwise, returns the fallback type if a row consists of whole blocks of that type, or else `None`.
+    /// Only K-quants have a fallback type, which has shorter blocks and more bits per value.
     /// The fallback types are those of llama.cpp, except Q4_0 (IQ4_NL in llama.cpp).
-    /// Returns `None` if a row does not consist of whole blocks of either type.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -206,7 +206,7 @@ impl<'c> MatrixRows<'c> {
         let unit = format.column_unit();
         let is_border = |column: usize| column.is_multiple_of(unit) || column == columns;
         if !is_border(range.start) || !is_border(range.end) {
-            bail!("cannot divide the columns of a {format:?} matrix at {range:?}: not a multiple of {unit} columns");
+            bail!("cannot load columns {range:?} of a {format:?} matrix: start and end must be multiples of {unit}");
         }
         let kept_columns = range.len();
         let writer = match shared {
@@ -221,7 +221,7 @@ impl<'c> MatrixRows<'c> {
         Ok(Self { format, rows, columns: kept_columns, input_quantization, writer })
     }
 
-    /// Converts this rank's share of the rows that all ranks convert together.
+    /// Converts this rank's share of the rows if all ranks convert the rows together. Otherwise, does nothing.
     /// A rank calls this function if it keeps no columns of the matrix.
     pub fn join(&self) -> Result<()> {
         match &self.writer {
@@ -294,7 +294,7 @@ fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())
 }
 
-/// Returns the candle type for a ggml type.
+/// Returns the candle type for a legacy ggml type (Q4_0 to Q8_0). Fails for all other types.
 fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     Ok(match ggml_type {
         GgmlType::Q4_0 => GgmlDType::Q4_0,

@@ -3,11 +3,11 @@
 use candle_core::DType;
 use safetensors::tensor::Dtype;
 
-/// The dtype, shape and size of one tensor, from a file header.
+/// The dtype, shape and size of one tensor, from the headers of the files.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// The dtype in the file, except that packed int8 weights count as I8. In GGUF files, MXFP4 experts count as U8,
-    /// and other quantized tensors as F32.
+    /// The dtype in the file, except that packed int8 weights count as I8.
+    /// In GGUF files, the MXFP4 experts of gpt-oss count as U8, and all other quantized tensors as F32.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
@@ -38,7 +38,7 @@ impl TensorInfo {
         self.dtype == Dtype::U8
     }
 
-    /// Returns the candle dtype of a tensor that can be loaded in its stored dtype: F32, F16, BF16 or U8.
+    /// Returns the candle dtype for F32, F16, BF16 and U8, the dtypes that can be loaded without conversion.
     /// Returns `None` for all other dtypes.
     pub fn candle_dtype(&self) -> Option<DType> {
         match self.dtype {
@@ -52,6 +52,7 @@ impl TensorInfo {
 }
 
 /// Returns the number of model parameters in a tensor, which is usually the number of elements.
+/// `is_bytes` is true for tensors of dtype U8.
 /// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have no parameters.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
     let has_no_parameters = if is_bytes { name.ends_with("_scales") } else { name.ends_with(".weight_shape") };

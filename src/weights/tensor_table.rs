@@ -11,8 +11,8 @@ pub struct TensorTable(pub &'static [&'static [TensorRow]]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRow {
     /// The name and the role of a tensor, or of a module such as a linear layer with its weight, bias and scales.
-    /// The name consists of the last parts of the full name of the tensor or module, such as `self_attn.q_proj`,
-    /// and has no layer index. The part `*` matches any number, such as the index of an expert.
+    /// The name is the end of the full name of the tensor or module, such as `self_attn.q_proj`: one or more of the
+    /// parts between dots, without the layer index. The part `*` matches any number, such as the index of an expert.
     Tensor(&'static str, TensorRole),
     /// The name of a module that inferno never loads. The names of its tensors determine their groups.
     UnloadedModule(&'static str),
@@ -39,14 +39,16 @@ pub enum Group {
     Other,
 }
 
-/// How a checkpoint stores a tensor, and how inferno keeps it in memory. Vectors are kept as F32 in every form.
+/// How a checkpoint stores a tensor, and how inferno keeps it in memory. Vectors that are loaded are always F32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// A matrix `[out, in]`, or stacked matrices. A quantized matrix keeps the quantization of the file, except that the
-    /// MXFP4 matrices of GGUF files count as float matrices.
+    /// A matrix `[out, in]`, or stacked matrices. A matrix that is quantized in the file stays quantized.
+    /// In GGUF files, MXFP4 matrices and matrices built from tensors of different types are exceptions: they count as
+    /// float matrices.
     /// Loading can quantize a float matrix, but quantizes an embedding only if it is also the output head.
     Matrix,
-    /// Like `Matrix`, but safetensors files store it as `[in, out]`. Loading can quantize it only from a GGUF file.
+    /// Like `Matrix`, but safetensors files store it as `[in, out]`.
+    /// Loading can quantize it only if it is a single matrix in a GGUF file.
     Transposed,
     /// Floats in the compute dtype, even if the file stores the tensor quantized.
     ComputeDtype,
@@ -56,7 +58,7 @@ pub enum Form {
     Unloaded,
 }
 
-/// How ranks divide a tensor. A bias is divided like the rows of its matrix.
+/// How ranks divide a tensor. A bias has one value per row of its matrix, so it is divided only if the rows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Division {
     /// Every rank holds the whole tensor.
@@ -76,12 +78,13 @@ pub enum Dimension {
     Vocabulary,
 }
 
-/// The ends of the names of tensors that belong to stacked experts: the bias, the scale, and the parts of MXFP4.
+/// The suffixes of the tensors that belong to stacked experts: bias, scale, and the blocks and scales of MXFP4.
 const EXPERT_SUFFIXES: [&str; 4] = ["_bias", "_scale", "_blocks", "_scales"];
 
-/// The ends of the names of tensors that are not loaded as weights in any family, because of their file format:
-/// - activation scales and KV cache scales that calibration adds to compressed-tensors checkpoints
-///   (inferno reads an input scale as a single number, not as a tensor)
+/// The suffixes of tensors that describe how a compressed-tensors checkpoint is quantized.
+/// No family loads them as weights:
+/// - activation scales and KV cache scales, which calibration adds
+///   (inferno uses only `input_scale`, as a single number)
 /// - the shapes and group indices of packed weights
 /// - zero points, which are always 0 in symmetric quantization (the only supported kind)
 const NEVER_LOADED: [&str; 10] = [
@@ -103,8 +106,9 @@ pub const fn tensor(name: &'static str, group: Group, form: Form, division: Divi
 }
 
 impl TensorTable {
-    /// Returns the role of the tensor `name`. If no row matches, the name determines the group.
-    /// Every rank then holds the whole tensor, unless it is an output head.
+    /// Returns the role of the tensor `name`.
+    /// If no row matches, guesses the group from the name. The tensor then counts as a [`Form::Matrix`] that every rank
+    /// holds whole, or, in the group [`Group::Head`], as one whose rows are divided.
     pub fn role(&self, name: &str) -> TensorRole {
         let unknown = || {
             let group = Group::guess(name);
@@ -133,7 +137,7 @@ impl TensorTable {
     }
 }
 
-/// Returns whether no family loads the tensor `name` as a weight, because of its file format.
+/// Returns whether `name` ends with one of the suffixes in [`NEVER_LOADED`].
 pub(super) fn is_never_loaded(name: &str) -> bool {
     NEVER_LOADED.iter().any(|end| name.ends_with(end))
 }
@@ -148,7 +152,7 @@ impl Division {
     }
 }
 
-/// Returns whether the last parts of `path` are the parts of `end`. The part `*` of `end` matches every number.
+/// Returns whether the last dot-separated parts of `path` are those of `end`. The part `*` of `end` matches any number.
 fn ends_with(path: &str, end: &str) -> bool {
     let mut parts = path.rsplit('.');
     end.rsplit('.').all(|expected| match parts.next() {

@@ -15,23 +15,27 @@ use crate::text::excerpt;
 const MTP_MATRIX: &str = "eh_proj.weight";
 
 impl Weights<'_> {
-    /// Fails if the checkpoint has a tensor of layer `layers` or above, except in MTP layers.
+    /// Fails if the checkpoint has a tensor of a layer with index `layers` or higher, except in MTP layers.
     /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_layer_count(&self, layers: usize) -> Result<()> {
         let is_surplus = |&(_, layer): &(&str, usize)| layer >= layers && !self.at(layer).contains(MTP_MATRIX);
         match self.layer_tensors().find(is_surplus) {
             Some((name, layer)) => {
-                bail!("tensor {} belongs to layer {layer}, but num_hidden_layers is {layers}", excerpt(name))
+                bail!(
+                    "tensor {} belongs to layer {layer}, but config.json sets the number of layers to {layers}",
+                    excerpt(name)
+                )
             }
             None => Ok(()),
         }
     }
 
-    /// Fails if a tensor of this rank's layers, `own`, was not loaded. Tensors that no family loads, or that `tensors`
-    /// lists as unloaded, are exempt. Logs a warning if tensors outside the model's `layers` layers were not loaded.
+    /// Fails if a tensor of this rank's layers, which have the indices `own`, was not loaded.
+    /// Logs a warning if a tensor outside the model's layers, whose number is `layers`, was not loaded.
+    /// Ignores tensors that no family loads as weights, and tensors of the decoder that `tensors` lists as unloaded.
     /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_all_loaded(&self, own: Range<usize>, layers: usize, tensors: TensorTable) -> Result<()> {
-        // Outside the decoder, count even tensors that `tensors` lists as unloaded, such as the modules for images.
+        // Do not ignore unloaded modules outside the decoder, such as a vision tower.
         // The warning then tells the user that the model ignores them.
         let decoder = self.prefix.rfind('.').map_or("", |dot| &self.prefix[..=dot]);
         let is_unloaded = |name: &str| name.starts_with(decoder) && tensors.role(name).form == Form::Unloaded;

@@ -1,12 +1,11 @@
 //! The decode step as a CUDA graph.
 //!
-//! [`DecodeGraph::plan`] turns the decoder's layers and output head into a fixed list of launches of fused kernels.
-//! The kernels work on static buffers.
-//! This list, followed by the launches that choose the token, is captured as a graph: once with launches that choose
-//! the most likely token, and once with launches that sample.
+//! [`DecodeGraph::plan`] turns the decoder's layers and output head into a list of launches of fused kernels, which
+//! work on static buffers. It captures two graphs: this list followed by launches that choose the most likely token,
+//! and this list followed by launches that sample a token.
 //!
-//! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
-//! Meanwhile, the host reads the token from a mailbox.
+//! For each decode step, the host launches one of these graphs. The chosen token stays on the device as the input of
+//! the next step, and the host also reads the token from a mailbox.
 
 use std::sync::Arc;
 
@@ -29,11 +28,11 @@ use crate::nn::mlp::Mlp;
 use crate::runner::sampling::NoToken;
 use crate::runner::step::KernelTime;
 
-/// The maximum number of later steps to queue before the host waits for the token of a step.
+/// The maximum number of steps that the host queues beyond the step whose token it waits for.
 /// These steps keep the GPU busy while the host handles the token.
 /// A larger number would waste more steps if the sequence ends early, for example at a stop token.
 const AHEAD: usize = 2;
-/// The number of mailbox slots. It must exceed the number of steps that can be queued at once, `1 + AHEAD`.
+/// The number of mailbox slots. Each queued step needs its own slot, and up to `1 + AHEAD` steps are queued at once.
 const MAILBOX_SLOTS: usize = 64;
 const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 
@@ -41,8 +40,8 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 #[derive(Clone, Copy)]
 struct CurrentSequence {
     id: u64,
-    /// The position of the input of the first step after the graph was started for this sequence.
-    /// After `start_from`, the first step is the choice of the first token, and its input is the last cached token.
+    /// The position of the token that is the input of the first step.
+    /// After `start_from`, the first step only chooses the first token, and its input is the last cached token.
     start: usize,
 }
 
@@ -51,7 +50,7 @@ pub struct DecodeGraph {
     device: CudaDevice,
     buffers: StepBuffers,
     embedding: Embedding,
-    /// The maximum number of positions in the sequence. The RoPE tables cover all positions.
+    /// The maximum number of positions in a sequence. The RoPE tables cover all of them.
     context: usize,
     mailbox: Arc<HostMailbox>,
     sampling_buffers: SamplingBuffers,
@@ -60,19 +59,20 @@ pub struct DecodeGraph {
     /// Chooses the most likely token.
     greedy: StepTail,
     sampled: StepTail,
-    /// Chooses the first token of a sequence from `buffers.logits`, which hold the logits of a prefill.
+    /// Chooses the first token after a prefill, whose logits `start_from` has copied to `buffers.logits`.
     first_choice: LaunchList,
     sampling: Sampling,
-    /// The number of steps queued for the current sequence. Step s writes its token to slot s mod `mailbox.slots()`.
+    /// The number of steps queued so far for the current sequence, including finished steps.
+    /// Step s, counted from 0, writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
     /// The number of tokens of the current sequence that were taken from the mailbox.
     taken: usize,
-    /// The number of steps of the current sequence for which the context and the block tables have room.
+    /// The maximum value of `queued`: the number of steps for which the context and the block tables have room.
     possible: usize,
     sequence: Option<CurrentSequence>,
-    /// The block table of each layer group on the device, u32 `[1, blocks]`.
+    /// The sequence's block table of each layer group on the device, u32 `[1, blocks of the context]`.
     tables: Vec<Tensor>,
-    /// For each layer group, the number of entries of the sequence's block table that were copied to `tables`.
+    /// For each layer group, the number of block table entries that were copied to `tables`.
     blocks: Vec<usize>,
     /// The number of blocks in the KV cache.
     cache_blocks: usize,
@@ -81,7 +81,7 @@ pub struct DecodeGraph {
 impl DecodeGraph {
     /// Plans and captures the decode step of `decoder` on `cache`.
     ///
-    /// The sequence may have up to `context` positions.
+    /// A sequence can have up to `context` positions, but not more than `decoder.context()`.
     /// The inner error is the reason why the decode graph does not support the decoder.
     pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Err(NoDecodeGraph::NotOnGpu)) };
@@ -131,7 +131,7 @@ impl DecodeGraph {
             let mut tail = LaunchList::new(device)?;
             add(&mut tail)?;
             // SAFETY: `buffers`, which the `DecodeGraph` owns, keeps the world and its mailboxes alive.
-            // After loading, only the thread of this rank uses the stream.
+            // Once the weights are loaded, only the thread of this rank uses the stream.
             let graph = unsafe { LaunchGraph::capture(&launches, &tail) }.context("cannot capture the decode step")?;
             Ok(StepTail { launches: tail, graph })
         };
@@ -204,17 +204,19 @@ impl DecodeGraph {
         self.set_tables(tables)
     }
 
-    /// Returns whether `sequence` is the current sequence and the input of its next step is at `position`.
+    /// Returns whether [`next`](Self::next) would return the token that follows `position` in `sequence`.
     pub fn continues(&self, sequence: u64, position: usize) -> bool {
         self.sequence.is_some_and(|current| current.id == sequence && current.start + self.taken == position)
     }
 
-    /// Forgets the current sequence. The next step requires [`start`](Self::start) or [`start_from`](Self::start_from).
+    /// Forgets the current sequence.
+    /// Before the next step, call [`start`](Self::start) or [`start_from`](Self::start_from).
     pub fn stop(&mut self) {
         self.sequence = None;
     }
 
     /// Copies to the device each block table that has grown, so that later steps can use positions in the new blocks.
+    /// Fails if no sequence was started, or if a block is not in the KV cache.
     pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
         let Some(CurrentSequence { start, .. }) = self.sequence else {
             bail!("cannot set block tables: no sequence was started")
@@ -237,8 +239,8 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Starts decoding after `tokens` cached tokens.
-    /// Chooses the first new token from `logits`, f32 `[1, vocab]`, the logits of the last cached token.
+    /// Starts decoding after `tokens` cached tokens, and queues the choice of the first new token.
+    /// `logits`, f32 `[1, vocab]`, are the logits of the last cached token.
     pub fn start_from(
         &mut self,
         sequence: u64,
@@ -291,10 +293,12 @@ impl DecodeGraph {
         }
     }
 
-    /// Waits for the next token. First queues the token's step, if it is not queued yet, and up to `AHEAD` later steps.
+    /// Waits for the next token and returns it.
+    /// Before the wait, queues the token's step, if it is not queued yet, and up to `AHEAD` later steps.
     ///
     /// `limit` is the maximum number of tokens still to generate, including the next token.
     /// Never queues steps after the last of these tokens, or at positions beyond the context or the block tables.
+    /// Fails if no step is left, or with [`NoToken`] if every logit of the token's step is NaN or -inf.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = self.steps_left(limit)?;
         while self.queued - self.taken < limit.min(1 + AHEAD) {
@@ -327,7 +331,8 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next token. Fails with [`NoToken`] if every logit of the token's step is NaN or -inf.
+    /// Waits for the next token and returns it.
+    /// Fails with [`NoToken`] if every logit of the token's step is NaN or -inf.
     fn take_token(&mut self) -> Result<u32> {
         match self.wait()? {
             decode::MAILBOX_NO_TOKEN => Err(NoToken.into()),
@@ -367,13 +372,13 @@ impl DecodeGraph {
         self.layers.len() + self.tail().launches.len()
     }
 
-    /// Returns the number of nodes in the graph of a step: kernels and copies.
+    /// Returns the number of nodes in the graph of a step.
     pub fn nodes(&self) -> Result<usize> {
         Ok(self.tail().graph.nodes()?)
     }
 
-    /// Runs one step as individual launches.
-    /// Returns the number of launches of each kernel, and the sums of their times and bytes.
+    /// Runs one step as individual launches, without overlap.
+    /// For each kernel, returns the number of its launches, and the sums of their times and bytes.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         self.count_step()?;
         let mut times: Vec<KernelTime> = Vec::new();

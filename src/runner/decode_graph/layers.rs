@@ -39,11 +39,11 @@ enum Contents {
     UnnormalizedOutput,
     /// The logits of a router.
     RouterLogits,
-    /// Zeros, which a rank contributes to the sum after the layers that another rank runs (`--split layers`).
+    /// Zeros: this rank's contribution to the sum after layers that another rank runs (`--split layers`).
     Zeros,
 }
 
-/// The buffers between the kernels of all layers. Layers with the same shapes share buffers.
+/// The buffers between the kernels of the layers. Layers with the same shapes share buffers.
 #[derive(Default)]
 pub(super) struct Scratch {
     tensors: HashMap<(Contents, Vec<usize>, DType), Tensor>,
@@ -51,7 +51,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Returns the buffer for the given contents, shape and dtype. Allocates the buffer on first use.
+    /// Returns the buffer for the given contents, shape and dtype. On first use, allocates it, filled with zeros.
     fn tensor(&mut self, contents: Contents, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
         Ok(match self.tensors.entry((contents, shape.to_vec(), dtype)) {
             Entry::Occupied(entry) => entry.get().clone(),
@@ -126,8 +126,8 @@ pub(super) fn add_attention(
         partials: &scratch.tensor(Contents::Partials, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(Contents::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
-    // The attention kernel may start while the QKV projection is still running.
-    // Before the projection ends, the kernel reads only data that the projection does not write:
+    // The attention kernel may start while the last kernel of `add_qkv` is still running.
+    // Before that kernel ends, the attention kernel reads only data that was written before that kernel started:
     // the sinks, the position, the block table, and the keys and values of earlier steps.
     let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
@@ -182,7 +182,7 @@ pub(super) fn add_gated_moe(
     };
     let device = buffers.x.device();
     let logits = scratch.tensor(Contents::RouterLogits, &[config.experts], DType::F32, device)?;
-    // With several ranks, this rank may hold only some of the columns of `down`.
+    // Take the intermediate size from `down`, because with several ranks, this rank may hold only some of its columns.
     let (_, columns) = down.dims();
     let h = scratch.tensor(Contents::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
     let norm = rms_norm(&layer.mlp_norm);
@@ -205,7 +205,7 @@ pub(super) fn add_clamped_moe(
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
     if scratch.experts.is_none() {
-        // With several ranks, this rank may hold only some of the columns of `down`.
+        // As in `add_gated_moe`, take the intermediate size from `down`.
         let (_, _, columns) = down.dims();
         let (count, chosen) = (config.experts, config.experts_per_token);
         scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, columns)?);

@@ -5,20 +5,21 @@ use std::fmt;
 use candle_core::DType;
 
 /// Why a runner has no decode graph.
-/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation:
-/// see `step/route.rs`.
+/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation
+/// (see `step/route.rs`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
     /// [`RunnerOptions::eager`](crate::runner::RunnerOptions::eager) is true, for example because of `--eager`.
     Eager,
-    /// The user passed `--deterministic`, but the decode graph does not add in the order `SumOrder::Fixed`.
+    /// [`RunnerOptions::prompt_parts`](crate::runner::RunnerOptions::prompt_parts) is set, for example because of
+    /// `--deterministic`. The decode graph does not add in the order `SumOrder::Fixed`.
     Deterministic,
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.
     HostCopies,
-    /// This rank holds no part of the output head, or no part of the attention or of the MLP of a layer that it runs.
+    /// This rank's part of the output head is empty, or its part of the attention or the MLP in a layer that it runs.
     EmptyPart,
-    /// Another rank has no decode graph. That rank knows the reason.
+    /// Another rank has no decode graph. Only that rank knows the reason.
     OtherRank,
     /// The dtype of activations is neither bf16 nor f16. The decode graph supports only these dtypes.
     Dtype(DType),
@@ -39,18 +40,17 @@ pub enum NoDecodeGraph {
         chosen: usize,
         experts: usize,
     },
-    /// No decode kernel supports matrices with this many columns.
-    /// The number is not a multiple of 8 or exceeds the limit for MXFP4 experts, or the input vectors of this length
-    /// exceed the GPU's shared memory.
+    /// No decode kernel supports matrices with this many columns: the number is not a multiple of 8, it exceeds the
+    /// limit for MXFP4 experts, or input vectors of this length do not fit in the GPU's shared memory.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),
-    /// Planning failed because of a bug in inferno. Contains the error message.
+    /// Planning failed with this error message, probably because of a bug in inferno.
     PlanFailed(String),
 }
 
 impl NoDecodeGraph {
-    /// Returns whether the reason is a bug in inferno that the user should report.
+    /// Returns whether the reason is an unexpected error, which the user should report.
     pub fn is_unexpected(&self) -> bool {
         matches!(self, NoDecodeGraph::PlanFailed(_))
     }
@@ -73,7 +73,7 @@ impl fmt::Display for NoDecodeGraph {
                 f.write_str("the graph has no kernel for this combination of q_proj, k_proj and v_proj formats")
             }
             NoDecodeGraph::ExpertFormat => {
-                f.write_str("the graph does not support MXFP4 scales above 2 or NaN, or experts that are not in MXFP4")
+                f.write_str("the experts are not in MXFP4, or have an MXFP4 scale that is above 2 or NaN")
             }
             NoDecodeGraph::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")

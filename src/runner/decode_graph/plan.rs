@@ -32,6 +32,7 @@ pub fn plan_together(
 }
 
 /// Plans the decode graph of this rank. The inner error is the reason why there is no graph.
+/// Fails if the device runs out of memory. In debug builds, also fails after any other error.
 fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<PlannedGraph> {
     if !decoder.is_on_gpu() {
         return Ok(Err(NoDecodeGraph::NotOnGpu));
@@ -39,7 +40,8 @@ fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<PlannedGra
     match DecodeGraph::plan(decoder, cache, context) {
         Ok(planned) => Ok(planned),
         Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-        // Debug builds fail here, so that tests find the bug. Release builds warn and run without a decode graph.
+        // The error is probably a bug. Debug builds fail, so that tests find it.
+        // Release builds run without a decode graph.
         Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
         Err(error) => Ok(Err(NoDecodeGraph::PlanFailed(crate::text::error_message(&error)))),
     }

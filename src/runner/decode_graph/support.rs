@@ -41,8 +41,8 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns whether this rank holds no part of the output head,
-/// or no part of the attention or of the MLP of a layer that it runs.
+/// Returns whether this rank's part of the output head is empty,
+/// or its part of the attention or the MLP in a layer that it runs.
 fn has_empty_part(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
@@ -90,7 +90,7 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
 type Product = (Matrix, usize);
 
 /// Returns why the decode graph cannot run this MLP, or `None` if it can.
-/// The caller checks whether decode kernels support the MLP's matrices.
+/// The caller checks whether decode kernels support the matrices that `mlp_products` returns.
 fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
@@ -131,8 +131,9 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
     })
 }
 
-/// Returns the weight matrices of an MLP, except routers and MXFP4 experts, which have kernels of their own.
-/// Returns none for an MLP without a gate, which `unsupported_mlp` rejects.
+/// Returns the weight matrices of an MLP with their numbers of input vectors.
+/// Leaves out routers and MXFP4 experts, which have kernels of their own.
+/// Returns no matrices for an MLP without a gate, which `unsupported_mlp` rejects.
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

@@ -39,7 +39,7 @@ pub struct BatchGraphs {
     table_blocks: usize,
     sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
-    /// The logits of a step of `MAX_SEQUENCES` rows. All graphs share these buffers. Allocated for the first batch.
+    /// The buffers for the logits, with `MAX_SEQUENCES` rows, which all graphs share. Allocated for the first batch.
     logits: Option<LogitsBuffers>,
     arenas: Arenas,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
@@ -49,17 +49,17 @@ pub struct BatchGraphs {
 /// The arenas of the graphs.
 #[derive(Default)]
 struct Arenas {
-    /// The arena of new graphs. If a graph needs a larger arena, earlier graphs keep theirs.
-    /// `None` before the first graph, or if every arena so far would have exceeded `MAX_ARENA_BYTES`.
+    /// The arena that was created last. A graph for which it is too small gets a new arena. Earlier graphs keep theirs.
+    /// `None` until a graph needs an arena of at most `MAX_ARENA_BYTES`.
     newest: Option<Arena>,
     /// The size of all arenas together, in bytes.
     bytes: usize,
 }
 
 impl Arenas {
-    /// Returns the newest arena if it has room for a pass with these sizes.
-    /// Otherwise, creates an arena for `factor` times as many tokens.
-    /// Returns `None` if this arena would exceed `MAX_ARENA_BYTES`, or all arenas together `MAX_ARENAS_BYTES`.
+    /// Returns the newest arena if it has room for the pass on which `sizes` were measured.
+    /// Otherwise, creates an arena for passes with up to `factor` times as many tokens.
+    /// Returns `None` if the new arena would exceed `MAX_ARENA_BYTES`, or all arenas together `MAX_ARENAS_BYTES`.
     fn for_pass(&mut self, sizes: &LayerSizes, factor: usize, device: &Device) -> Result<Option<Arena>> {
         if let Some(arena) = self.newest.as_ref().filter(|arena| arena.fits(sizes)) {
             return Ok(Some(arena.clone()));
@@ -82,7 +82,7 @@ struct LogitsBuffers {
     own: Tensor,
     /// Candidates for the largest of this rank's logits, f32 `[rows, BEST_LOGITS_COLUMNS]`.
     own_best: Tensor,
-    /// The candidates of all ranks, f32 `[rows, ranks · BEST_LOGITS_COLUMNS]`. With one rank, the same as `own_best`.
+    /// The candidates of all ranks, f32 `[rows, ranks · BEST_LOGITS_COLUMNS]`. With one rank, this is `own_best`.
     best: Tensor,
 }
 
@@ -110,7 +110,7 @@ struct BatchGraph {
     /// the block tables of each layer group, and `skips_logits`.
     inputs: Tensor,
     /// The host's copy of the block tables and `skips_logits` in `inputs`.
-    /// Only words that have changed are sent to the device.
+    /// Of these words, the host sends only those that have changed.
     known: Vec<u32>,
     ids: Tensor,
     pass: Pass,
@@ -141,16 +141,16 @@ impl BatchGraphs {
         }
     }
 
-    /// Returns whether decode steps can run as batch graphs. Returns false after a batch graph has failed.
-    /// Also returns false for the attention backend `CandleFlashAttn`, which reads block tables on the host.
+    /// Returns whether decode steps can run as batch graphs: false after a batch graph has failed,
+    /// and for the attention backend `CandleFlashAttn`, which reads block tables on the host.
     pub fn can_run_model(&self, decoder: &Decoder) -> bool {
         !self.has_failed && !decoder.reads_tables_on_host()
     }
 
-    /// Queues a decode step, like [`run`](Self::run). On a single GPU, returns `None` if the batch graph fails.
-    /// [`can_run_model`](Self::can_run_model) then returns false.
-    /// The caller must run the failed step and all later steps operation by operation.
-    /// On several GPUs, fails if the batch graph fails.
+    /// Queues a decode step, like [`run`](Self::run). If `run` fails on a single GPU, returns `None`, and
+    /// [`can_run_model`](Self::can_run_model) returns false from then on.
+    /// The caller must then run the failed step operation by operation.
+    /// On several GPUs, returns the error of `run`.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -278,7 +278,8 @@ impl BatchGraph {
         })
     }
 
-    /// Returns the token ids, positions and slots of the padded batch, and the changes to its other inputs.
+    /// Checks the inputs of the padded batch, and updates `self.known`.
+    /// Returns the token ids, positions and slots of the batch, and the changes to its other inputs.
     fn inputs(
         &mut self,
         decoder: &Decoder,
@@ -343,13 +344,13 @@ impl BatchGraph {
         cache: &KvCache,
         arenas: &mut Arenas,
     ) -> Result<()> {
-        // First run the step without a graph. This run loads all kernels and allocates the counters of finished
-        // attention splits.
-        // A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
+        // First run the step without a graph, to load all kernels and to allocate the counters of finished attention
+        // splits. A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         self.finds_best = result?;
         let size = self.ids.dims1()?;
-        // The arena has room for the next power of two of rows, so the next larger batch sizes usually fit in it.
+        // A new arena has room for at least `size` rows rounded up to a power of two.
+        // Larger batches up to this size can therefore use the same arena.
         // Without an arena, the graph allocates its memory itself.
         self.arena = arenas.for_pass(&sizes, size.next_power_of_two().div_ceil(size), cache.device())?;
         let forward = || match &self.arena {
@@ -361,7 +362,8 @@ impl BatchGraph {
         // `BatchGraph` owns its buffers and the arena. After loading, only the thread of this rank uses the stream.
         let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
         // Run the step again, as a graph, because all steps of one batch size must use the same algorithms.
-        // cuBLAS computes f32 products, and may have chosen other algorithms during the capture than in the first run.
+        // cuBLAS, which computes most f32 products, may have chosen other algorithms in the first run than during the
+        // capture.
         decoder.world().launch_together(|| graph.enqueue())?;
         self.graph = Some(graph);
         Ok(())
@@ -382,7 +384,7 @@ impl BatchGraph {
                 if logits.id() != own.id() {
                     copy_rows(own, &logits, 0)?;
                 }
-                // A single GPU chooses tokens from all logits. Finding the largest logits first would not be faster.
+                // A single GPU then chooses tokens from all logits: finding the largest logits first is not faster.
                 if ranks == 1 {
                     return Ok(false);
                 }

@@ -13,7 +13,7 @@ use crate::runner::queued_steps::{ExpectedToken, RowSampling};
 use crate::runner::sampling::Chosen;
 use crate::runner::step::{StepExecutor, StepSequence};
 
-/// Stands for the launcher of batch graphs and queued steps, which exists only in builds with CUDA.
+/// Replaces the launcher of batch graphs and queued steps, which exists only in builds with CUDA.
 pub struct StepLauncher {
     never: Infallible,
 }

@@ -21,7 +21,7 @@ use crate::runner::sampling::{Chosen, ChosenToken, NoToken, TokenLogprobs};
 use crate::runner::step::StepSequence;
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
-/// The engine loop keeps this limit: it takes the tokens of step n before it queues step n + 2.
+/// The engine loop stays within this limit: it takes the tokens of step n before it queues step n + 2.
 const DEPTH: usize = 2;
 
 /// The number of steps that have their own words in host memory. A step reads its words until the step ends.
@@ -37,25 +37,25 @@ const INPUT_WORDS: usize = 1 << 17;
 const PARAM_WORDS: usize = MAX_SEQUENCES * SAMPLE_PARAM_WORDS;
 
 /// The number of u32 words in host memory for the edits of a step's logits.
-/// Each added value and each token with a penalty needs two words.
+/// Each row with edits has a header, and needs two words for each added value and each token with a penalty.
 /// Larger edits are copied to the device, and the host may then wait for earlier steps.
 const EDIT_WORDS: usize = 1 << 18;
 
 /// The number of u32 words in host memory that describe the rows whose log probabilities a step sends.
 const LOGPROBS_WORDS: usize = MAX_SEQUENCES * LOGPROBS_ROW_WORDS;
 
-/// The number of u32 words in host memory for a step: inputs, sampling parameters, log probabilities and edits.
+/// The number of u32 words in host memory for one step.
 const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + LOGPROBS_WORDS + EDIT_WORDS;
 
-/// The buffers that all queued steps of a rank share.
+/// The buffers that the queued steps and the batch graphs of a rank share.
 pub struct QueuedStepBuffers {
     /// The tokens of the last queued step, u32 `[MAX_SEQUENCES]`.
     tokens: Tensor,
-    /// `MAX_SEQUENCES` mailbox slots for each of `DEPTH` steps.
+    /// The chosen tokens: `MAX_SEQUENCES` mailbox slots for each of `DEPTH` steps.
     mailbox: Arc<HostMailbox>,
     /// The log probabilities: `MAX_SEQUENCES` · `LOGPROBS_SLOTS` mailbox slots for each of `DEPTH` steps.
     logprobs: Arc<HostMailbox>,
-    /// `SLOT_WORDS` words in host memory for each of `SLOTS` steps.
+    /// The inputs, sampling parameters and edits: `SLOT_WORDS` words in host memory for each of `SLOTS` steps.
     host: Arc<HostWords>,
     /// The number of steps counted so far, which is the index of the next step.
     steps: usize,
@@ -80,7 +80,7 @@ impl QueuedStepBuffers {
         self.token_index(sequence.id, sequence.awaits_input)
     }
 
-    /// Returns the index in `tokens` of the token of sequence `id`, or `None` if `awaits_input` is false.
+    /// Returns the index in `tokens` of the token for sequence `id`, or `None` if `awaits_input` is false.
     /// Fails if `awaits_input` is true, but the last step chooses no token for the sequence.
     fn token_index(&self, id: u64, awaits_input: bool) -> Result<Option<u32>> {
         match self.rows.get(&id) {
@@ -90,14 +90,15 @@ impl QueuedStepBuffers {
         }
     }
 
-    /// Copies inputs to `target`, u32, for the step that the next call of [`choose`](Self::choose),
-    /// [`choose_best`](Self::choose_best) or [`skip`](Self::skip) counts.
+    /// Queues a kernel that writes the inputs of the next step to `target`, u32.
+    /// Then call [`choose`](Self::choose), [`choose_best`](Self::choose_best) or [`skip`](Self::skip),
+    /// which count the step.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
         let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)
     }
 
-    /// Counts a step that leaves no tokens on the device.
+    /// Counts a step that writes no tokens to `tokens`, so that no later step can read them there.
     pub fn skip(&mut self) {
         self.steps += 1;
         self.rows.clear();
@@ -139,7 +140,7 @@ impl QueuedStepBuffers {
 
     /// Waits for the tokens of step `index`, and for their log probabilities.
     /// `expected` has an entry for each sequence, which is `None` if the sequence needs no token.
-    /// Calls `record` with the index and the token of each sequence whose token the step chose.
+    /// Calls `record` with the index and the token of each sequence for which the step chose a token.
     pub fn wait(
         &self,
         index: usize,
@@ -171,13 +172,14 @@ impl QueuedStepBuffers {
     }
 }
 
-/// Returns unedited logits, and which of their rows report log probabilities.
+/// Returns a tensor with the unedited logits of all rows that report log probabilities, and a list of these rows.
+/// The tensor is `logits` itself, or a copy of these rows if at least one of them has edits.
 /// Row i of `logits`, f32 `[rows, vocab]`, belongs to entry i of `samplings`.
 fn rows_with_logprobs(samplings: &[RowSampling], logits: &Tensor) -> Result<(Tensor, Vec<LogprobsRow>)> {
     let rows = samplings.iter().enumerate();
     let mut rows: Vec<LogprobsRow> =
         rows.filter_map(|(row, sampling)| Some(LogprobsRow { row, token: row, count: sampling.logprobs? })).collect();
-    // Edits change the logits in place. If any of these rows has edits, copy these rows first.
+    // Edits change the logits in place, and log probabilities must not depend on edits.
     if rows.iter().all(|row| samplings[row.row].edits.is_empty()) {
         return Ok((logits.clone(), rows));
     }

@@ -9,7 +9,7 @@
 #[cfg(feature = "cuda")]
 mod buffers;
 mod queued_step;
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the code for GPUs uses it"))]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA use all of it"))]
 mod row_sampling;
 
 #[cfg(feature = "cuda")]

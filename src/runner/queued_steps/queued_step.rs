@@ -16,7 +16,7 @@ pub struct QueuedStep {
 pub(in crate::runner) enum QueuedTokens {
     /// The tokens of a step that has already run on a CPU.
     Known(Vec<Chosen>),
-    /// The device will send a token for each sequence that needs one. `StepLauncher::queue` returned `index`.
+    /// The device will send a token for each sequence that needs one. `index` is the result of `StepLauncher::queue`.
     /// `expected` has an entry for each sequence, which is `None` if the sequence needs no token.
     Sent { index: usize, expected: Vec<Option<ExpectedToken>> },
 }
@@ -24,8 +24,8 @@ pub(in crate::runner) enum QueuedTokens {
 /// A token that the device will send to the host.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedToken {
-    /// How many of the most likely tokens the device will send with log probabilities.
+    /// How many of the most likely tokens the device will send with log probabilities, besides the chosen token.
     /// `None` if the device sends no log probabilities.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the code for GPUs uses it"))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA read it"))]
     pub logprobs: Option<usize>,
 }

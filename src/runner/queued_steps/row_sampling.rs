@@ -9,11 +9,11 @@ pub struct RowSampling {
     pub id: u64,
     /// The index of the sequence in the step.
     pub index: usize,
-    /// Whether the previous step chooses a token of the sequence that the sampler does not know yet.
+    /// Whether the previous step chooses a token for the sequence that the sampler has not recorded yet.
     pub awaits_input: bool,
     pub params: SamplingKernelParams,
     pub edits: RowEdits,
-    /// How many of the most likely tokens to report with log probabilities.
+    /// How many of the most likely tokens to report with log probabilities, besides the chosen token.
     /// `None` if the step reports no log probabilities for the sequence.
     pub logprobs: Option<usize>,
 }

@@ -38,11 +38,11 @@ pub enum RankCommand {
     Cache(RankCacheCall),
     /// Does nothing. The first rank sends pings to learn whether the follower still answers.
     Ping,
-    /// Makes the rank fail, for tests.
+    /// Makes the follower fail, for tests.
     Fail(RankFault),
 }
 
-/// The KV cache of a rank, with the rank's number.
+/// The KV cache of a rank, with the rank's index.
 pub struct RankCache<'c> {
     pub rank: usize,
     pub cache: &'c KvCache,
@@ -65,7 +65,8 @@ pub enum GraphCommand {
 }
 
 impl GraphCommand {
-    /// Runs the command on the decode graph of a rank. `logits`, f32 `[1, vocab]`, come from the rank's last pass.
+    /// Runs the command on the decode graph of a rank.
+    /// Only `StartFrom` needs `logits`, f32 `[1, vocab]`, which come from the rank's last pass.
     /// Returns the token of a `Next` command, or `None` for other commands.
     pub fn run(&self, graph: &mut DecodeGraph, logits: Option<&Tensor>) -> Result<Option<u32>> {
         match self {
@@ -73,7 +74,7 @@ impl GraphCommand {
                 graph.start(*sequence, *position, *token, sampling.clone(), tables)?;
             }
             Self::StartFrom { sequence, tokens, sampling, tables } => {
-                let logits = logits.context("internal error: the last pass did not return a single row of logits")?;
+                let logits = logits.context("internal error: the last pass did not return exactly one row of logits")?;
                 graph.start_from(*sequence, *tokens, logits, sampling.clone(), tables)?;
             }
             Self::SetTables(tables) => graph.set_tables(tables)?,
@@ -135,10 +136,10 @@ impl OwnedSpan {
     }
 }
 
-/// The sequences of a step, with their data, for the threads of followers.
+/// The sequences of a step, which own their data, for the threads of followers.
 pub struct OwnedStep(Vec<OwnedSequence>);
 
-/// A [`StepSequence`] that owns its data. There is no sampler, because followers choose no tokens on the host.
+/// A [`StepSequence`] that owns its data. Has only the fields that batch graphs and queued steps read.
 struct OwnedSequence {
     id: u64,
     ids: Vec<u32>,

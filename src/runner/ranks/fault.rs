@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 /// How a rank fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RankFault {
-    /// An operation returns an error.
+    /// The rank returns an error.
     Error,
     /// The thread of the rank panics.
     Panic,

@@ -18,13 +18,14 @@ use crate::runner::sampling::NoToken;
 use crate::text::error_message;
 use crate::world::World;
 
-/// The part of a model that one rank holds, and its KV cache.
+/// The part of a model that one rank holds, and the rank's KV cache.
 pub struct RankParts {
     pub decoder: Decoder,
     pub cache: KvCache,
 }
 
-/// Runs the commands of the first rank until the first rank stops, a command fails, or any rank fails.
+/// Runs the commands of the first rank until the first rank stops or any rank fails.
+/// If this rank fails or panics, ends the world.
 pub fn follow(
     world: &World,
     parts: RankParts,
@@ -32,7 +33,6 @@ pub fn follow(
     limits: RunnerLimits,
     options: RunnerOptions,
 ) {
-    // The closure owns the parts, because the thread of a follower must free the memory of its device.
     let run = move || -> Result<()> {
         let mut follower = Follower::new(world.clone(), parts, limits, options)?;
         loop {
@@ -64,7 +64,7 @@ pub const PANIC: &str = "its thread panicked";
 /// The state of a follower's thread.
 struct Follower {
     decode_graph: PlannedGraph,
-    /// Declared before the decoder and the cache, because batch graphs must be dropped before the memory that they use.
+    /// Declared before the decoder and the cache, so that batch graphs are dropped before the memory that they use.
     launcher: Option<StepLauncher>,
     decoder: Decoder,
     cache: KvCache,
@@ -112,7 +112,7 @@ impl Follower {
             RankCommand::Graph(command) => {
                 let Ok(graph) = &mut self.decode_graph else { bail!("internal error: a rank has no decode graph") };
                 match command.run(graph, self.logits.as_ref()) {
-                    // Ignore `NoToken`: the first rank gets the same error, and reports it to the client.
+                    // Ignore `NoToken`: the first rank gets the same error, which ends only the sequence.
                     Err(error) if error.is::<NoToken>() => {}
                     result => drop(result?),
                 }

@@ -2,7 +2,7 @@
 //!
 //! The runner is the first rank. Every other rank is a follower: a thread with its part of the weights and KV cache.
 //! Followers run the same passes as the runner, at the same time.
-//! Within a pass, the ranks exchange partial results through [`World`].
+//! Within a pass, the ranks exchange their results through [`World`].
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -36,10 +36,10 @@ use crate::world::{ANSWER_TIMEOUT, World};
 /// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long the first rank waits for the followers' results of a call with their KV caches, such as saving a prefix.
+/// How long [`RankGroup::with_caches`] waits for the results of the followers.
 const CACHE_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often to check whether a rank has failed or its thread has ended.
+/// How often the first rank checks, while it waits for followers, whether a rank has failed or a thread has ended.
 const POLL: Duration = Duration::from_millis(20);
 
 /// The ranks that run a model. If the runner is the only rank, there are no follower threads.
@@ -94,7 +94,7 @@ impl RankGroup {
     }
 
     /// Returns an error if a rank has failed.
-    /// Call this function after the host has received the results of a step: if a rank has failed, they are wrong.
+    /// Call this function after the host has received the results of a step: a failure can make them wrong.
     pub fn check(&self) -> Result<()> {
         let checked = self.world.check();
         // Return only the reason: if RUST_BACKTRACE is set, the error of `World::check` also contains a backtrace.
@@ -105,14 +105,14 @@ impl RankGroup {
     }
 
     /// Restarts the timeouts of [`ping`](Self::ping).
-    /// Call this function before the first ping of each wait for requests.
+    /// Call this function before the first ping of each wait for commands, so that earlier time does not count.
     pub fn restart_ping_timeouts(&self) {
         self.answers.borrow_mut().clear();
     }
 
-    /// Checks that all followers still answer. Ends the world if a follower has not answered for [`ANSWER_TIMEOUT`].
+    /// Sends a ping to each follower. Ends the world if a follower has not answered for [`ANSWER_TIMEOUT`].
     ///
-    /// The engine calls this function once a second while it waits for requests.
+    /// The engine calls this function once a second while it waits for commands.
     pub fn ping(&self) {
         let mut answers = self.answers.borrow_mut();
         if answers.len() != self.threads.len() {
@@ -130,8 +130,8 @@ impl RankGroup {
         }
     }
 
-    /// Makes one of several ranks fail. The first rank fails in its next pass or [`GraphCommand`].
-    /// Any other rank fails after the commands that it has already received.
+    /// Makes a rank fail. Has no effect with a single rank. The first rank fails in its next pass or [`GraphCommand`].
+    /// Any other rank fails after it has run the commands that it has already received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         match rank.checked_sub(1).and_then(|index| self.threads.get(index)) {
             Some((sender, _)) => _ = sender.send(RankCommand::Fail(fault)),
@@ -140,7 +140,8 @@ impl RankGroup {
     }
 
     /// Calls a function with the KV cache of every rank, between two passes. `cache` is the first rank's KV cache.
-    /// Returns the results in rank order. An error from a call is returned, but does not end the world.
+    /// Returns the results in rank order. If a call fails, returns its error, but does not end the world.
+    /// Ends the world if a follower does not answer within [`CACHE_CALL_TIMEOUT`].
     pub fn with_caches<T: Send + 'static>(
         &self,
         cache: &KvCache,
@@ -173,7 +174,7 @@ impl RankGroup {
 
     /// Runs a batch on `decoder`, the first rank's part of the model, and on all followers. Returns the logits.
     ///
-    /// If one of several ranks fails, this pass and all later passes fail with the error of this rank.
+    /// If one of several ranks fails, this pass and all later passes fail with that rank's error.
     /// After a failure, the keys and values of the ranks may no longer match.
     pub fn forward(&self, decoder: &Decoder, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         if self.is_single() {
@@ -244,7 +245,8 @@ impl RankGroup {
 
     /// Runs a command on the decode graphs of all ranks.
     /// Returns the token of a [`Next`](GraphCommand::Next) command, or `None` for other commands.
-    /// `graph` is the first rank's graph, and `logits` come from the first rank's last pass.
+    /// `graph` is the first rank's graph.
+    /// Only [`StartFrom`](GraphCommand::StartFrom) needs `logits`, which come from the first rank's last pass.
     pub fn run_graph(
         &self,
         graph: &mut DecodeGraph,

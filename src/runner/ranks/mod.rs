@@ -1,6 +1,6 @@
 //! The ranks that run a model together.
 //!
-//! - `group`: the first rank, which sends commands to the followers and reports their failures
+//! - `group`: the group of all ranks, in which the first rank sends commands to the followers
 //! - `follower`: the thread of a follower, which is a rank other than the first
 //! - `command`: the commands that the first rank sends to the followers
 //! - `scored_pass`: a forward pass that also computes the logits of prompt tokens

@@ -14,7 +14,7 @@ use crate::nn::pass::{PassBatch, RowSelection};
 /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
 ///
 /// All ranks must call this function with the same batch and the same parts.
-/// Small parts save memory, because the logits of a whole prompt are far larger than its hidden states.
+/// Small parts save memory, because the logits of only one part are in memory at a time.
 pub fn forward_scored(
     decoder: &Decoder,
     batch: &PassBatch,

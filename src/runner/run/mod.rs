@@ -2,7 +2,7 @@
 //!
 //! - `step`: `Runner::step`, which waits for the tokens of the step
 //! - `step_on_gpu`: the parts of `Runner::step` that run or start CUDA graphs
-//! - `queue`: `Runner::queue` and `Runner::take`, for steps that are queued while the previous step runs
+//! - `queue`: `Runner::queue` and `Runner::take`, for steps that can be queued while the previous step runs
 //! - `queue_on_gpu`, `queue_on_cpu`: the parts of `Runner::queue` for each kind of device
 
 mod queue;

@@ -1,6 +1,6 @@
 //! Steps that are queued before the host knows the tokens of the previous step.
 //!
-//! While the device runs a step, the host plans and queues the next step, so the device need not wait for the host.
+//! While a GPU runs a step, the host plans and queues the next step, so the GPU need not wait for the host.
 //! `queue_on_gpu` and `queue_on_cpu` contain the code for each kind of device.
 
 use std::time::Instant;
@@ -15,7 +15,7 @@ use crate::runner::step::{StepExecutor, StepFacts, StepSequence, route};
 impl Runner {
     /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
     ///
-    /// First call [`take`](Self::take) for all earlier steps except the last one.
+    /// Before this call, [`take`](Self::take) the tokens of all earlier queued steps except the last one.
     /// Sequences with [`awaits_input`](StepSequence::awaits_input) use the tokens of the last step as input.
     ///
     /// Does nothing and returns `None` if the step must run with [`step`](Self::step) instead.
@@ -33,9 +33,9 @@ impl Runner {
         self.queue_on_cpu(sequences).map(Some)
     }
 
-    /// Waits for the tokens of a queued step and returns them. Steps must be taken in the order of queueing.
+    /// Waits for the tokens of a queued step and returns them. Take steps in the order in which they were queued.
     ///
-    /// Calls `record` with the index and the token of each sequence whose token the step chose.
+    /// Calls `record` with the index and the token of each sequence for which the step chose a token.
     pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         let QueuedStep { kind, queued_at, tokens } = step;
         let chosen = match tokens {

@@ -15,7 +15,7 @@ use crate::runner::sampling::{
 };
 use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
-/// The maximum number of prompt tokens whose logits are in memory at the same time.
+/// The maximum number of prompt tokens to score at once. The logits of these tokens are in memory at the same time.
 /// If the engine can run several sequences at once, its memory plan has room for at least `MAX_SEQUENCES` rows of
 /// logits, so these logits fit in the plan.
 const SCORED_ROWS: usize = 64;
@@ -25,7 +25,7 @@ const SCORED_ROWS: usize = 64;
 enum PassKind {
     /// One pass for all sequences whose results may depend on other sequences.
     Together,
-    /// One pass for single tokens whose results must not depend on other sequences.
+    /// One pass for all sequences with one input token whose results must not depend on other sequences.
     SingleTokens,
     /// One pass for each part of each prompt whose results must not depend on other sequences.
     PromptParts,
@@ -45,7 +45,8 @@ impl PassKind {
 impl Runner {
     /// Runs one step. Returns the chosen token of each sequence.
     ///
-    /// Calls `meanwhile` at least once: on a CPU before the step, and on a GPU usually while the GPU computes.
+    /// Calls `meanwhile` at least once, unless the step fails:
+    /// on a CPU first before the step, and on a GPU usually while the GPU computes.
     ///
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
     /// If no token can be chosen for one sequence, only the [`Chosen`] of this sequence is an error.
@@ -95,8 +96,9 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs one pass, as a CUDA graph if [`route`] selects one. If it selects none, or if the graph fails on a single
-    /// GPU, runs the pass operation by operation, with additions in `sum_order`.
+    /// Runs one pass on the CUDA graph that [`route`] selects.
+    /// If `route` selects no graph, or if a batch graph fails on a single GPU,
+    /// runs the pass operation by operation, with additions in `sum_order`.
     fn run_pass(
         &mut self,
         sequences: &mut [StepSequence],
@@ -158,7 +160,7 @@ impl Runner {
         if !has_scores(sequences) {
             return self.ranks.forward(&self.decoder, &batch, &self.cache);
         }
-        // The ranges of tokens in the batch whose logits are needed.
+        // The ranges of tokens in the batch whose logits are needed for scores.
         let mut parts = Vec::new();
         // For each range in `parts`, the index of its sequence and the range in `scores.tokens`.
         let mut scored = Vec::new();

@@ -30,7 +30,8 @@ impl Runner {
     }
 
     /// Runs a decode step on the graph of its padded batch size.
-    /// Returns `None` if there is no launcher or the graph failed. The step must then run operation by operation.
+    /// Returns `None` if there is no launcher, or if the graph failed on a single GPU.
+    /// The step must then run operation by operation. With several ranks, a failure of the graph is an error.
     fn run_batch_graph(
         &mut self,
         sequences: &mut [StepSequence],
@@ -49,7 +50,8 @@ impl Runner {
         choose_on_device(&mut samplers(sequences), &logits).map(Some)
     }
 
-    /// Runs a decode step of one sequence on the decode graph. An inner error ends only this sequence.
+    /// Runs a decode step of one sequence on the decode graph.
+    /// An inner error ends only this sequence, unless a rank has failed.
     fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Result<u32>> {
         let (&[input], Some(sampler), Ok(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode_graph)

@@ -1,8 +1,8 @@
-//! Log probabilities of tokens under the model's distribution, before logit biases, penalties and temperature.
+//! Log probabilities of tokens, computed from the logits before biases, constraints, penalties and temperature apply.
 
 use std::cmp::Ordering;
 
-/// The log probabilities of a chosen token, or of a scored prompt token, and of the most likely tokens in its place.
+/// The log probabilities of a chosen token, or of a scored prompt token, and of the most likely tokens at its position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     /// The log probability of the chosen or scored token, in nats.

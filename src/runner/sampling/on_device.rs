@@ -60,15 +60,15 @@ fn present<'a>(samplers: &'a [Option<&mut dyn TokenSampler>]) -> impl Iterator<I
 
 /// The rows of logits whose log probabilities were requested.
 struct ScoredRows {
-    /// For each row, the index of its sampler, and how many of the most likely tokens to report.
+    /// For each row, its index among the sampled rows, and how many of the most likely tokens to report.
     rows: Vec<(u32, usize)>,
     /// A copy of the rows, f32 `[rows, vocab]`. Edits, masks and penalties change the original logits in place.
     logits: Tensor,
 }
 
 impl ScoredRows {
-    /// Copies the rows of `logits`, f32 `[samplers, vocab]`, whose log probabilities were requested.
-    /// Returns `None` if there are no such rows.
+    /// Copies the rows of `logits` whose log probabilities were requested. Returns `None` if there are no such rows.
+    /// `logits`, f32 `[rows, vocab]`, has one row for each sampler that is not `None`.
     fn copy(samplers: &[Option<&mut dyn TokenSampler>], logits: &Tensor) -> Result<Option<Self>> {
         let rows = (0..).zip(present(samplers));
         let rows: Vec<(u32, usize)> = rows.filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
@@ -80,8 +80,8 @@ impl ScoredRows {
         Ok(Some(Self { rows, logits }))
     }
 
-    /// Returns an entry for each of `tokens`, the tokens that the samplers chose.
-    /// The entry is `None` if the sampler requested no log probabilities.
+    /// Returns an entry for each of `tokens`, the tokens chosen from the sampled rows.
+    /// An entry is `None` if no log probabilities were requested, and meaningless if its token is `None`.
     fn logprobs(&self, tokens: &[Option<u32>]) -> Result<Vec<Option<TokenLogprobs>>> {
         let mut logprobs = vec![None; tokens.len()];
         let chosen: Vec<u32> = self.rows.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();

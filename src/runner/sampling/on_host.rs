@@ -6,7 +6,7 @@ use super::chosen_token::ChosenToken;
 use super::logprobs::TokenLogprobs;
 use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 
-/// Chooses a token on the host. Fails if every logit, or every allowed token's logit, is NaN or -inf.
+/// Chooses a token on the host. Fails if every logit is NaN or -inf after the logit edits and the token mask.
 /// Also fails if [`TokenSampler::allowed_tokens`] fails.
 pub fn choose_on_host(logits: &mut [f32], sampler: &mut dyn TokenSampler) -> Result<ChosenToken> {
     let allowed = sampler.allowed_tokens()?;

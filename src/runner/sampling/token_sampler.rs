@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
 
-/// The error for a sequence if all of its logits in a step are NaN or -inf.
+/// The error for a sequence if all of its logits in a step are NaN or -inf, and no constraint limits the token.
 /// The error ends only this sequence.
 #[derive(Debug, thiserror::Error)]
 #[error(
@@ -13,8 +13,8 @@ use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
 pub struct NoToken;
 
 /// The error message if the logits of all tokens that a constraint allows are NaN or -inf.
-pub const NO_ALLOWED_TOKEN: &str =
-    "cannot choose a token: the request's constraint and its other options together rule out every token";
+pub const NO_ALLOWED_TOKEN: &str = "cannot choose a token: the request's other options rule out every token that its \
+                                    constraint allows, or the logits of these tokens are NaN or -inf";
 
 /// Chooses the next token of a sequence.
 pub trait TokenSampler {
@@ -51,21 +51,21 @@ pub trait TokenSampler {
         Ok(None)
     }
 
-    /// Returns whether the choice needs the whole row of logits. The decode graph cannot make such a choice.
+    /// Returns whether the choice needs the whole row of logits for a constraint, for log probabilities or for edits.
+    /// The decode graph supports none of these.
     fn needs_logits(&self) -> bool {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
     /// Returns whether a queued step can choose the next token before the host has received the previous token.
-    /// Returns false if a constraint can limit the tokens.
+    /// Returns false if there is a constraint, because the allowed tokens depend on the previous token.
     fn can_queue(&self) -> bool {
         false
     }
 
-    /// Returns the edits of the logits from which a queued step chooses a token.
-    /// `in_flight` is the number of tokens of the sequence that earlier queued steps choose,
-    /// and that are not [recorded](Self::record) yet.
-    /// The token counts for the penalties leave out these tokens.
+    /// Returns the values to add to the logits of a queued step, and the penalties to apply.
+    /// `in_flight` is the number of the sequence's tokens from earlier queued steps that are not
+    /// [recorded](Self::record) yet. The token counts for the penalties do not include these tokens.
     fn queued_edits(&self, in_flight: u32) -> RowEdits {
         let _ = in_flight;
         RowEdits::default()
@@ -76,10 +76,11 @@ pub trait TokenSampler {
     /// Does not record the token. As for [`choose`](Self::choose), at least one logit is greater than -inf.
     fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
 
-    /// Records a token that a queued step or the device has chosen, so that later choices count the token.
+    /// Records a token that was chosen without [`choose`](Self::choose), so that later choices count the token.
     fn record(&mut self, token: u32);
 
-    /// Returns the parameters and token counts for the sampling kernel. `None` means greedy sampling without penalties.
-    /// The kernel chooses the same tokens as `choose`, except for the rare differences that `sample.cu` lists.
+    /// Returns the parameters and token counts for the sampling kernels.
+    /// `None` means greedy sampling without penalties.
+    /// The kernels choose the same tokens as `choose`, except for the rare differences that `decode/sample.cu` lists.
     fn on_device(&self) -> Option<DeviceSampling>;
 }

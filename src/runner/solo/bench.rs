@@ -1,4 +1,4 @@
-//! Prefill and greedy decode steps of a single sequence, and measurements, for `bench` and tests.
+//! Prefills and greedily decodes a single sequence, and measures steps, for the command `bench` and for tests.
 
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
@@ -38,7 +38,7 @@ impl Runner {
         }
         for _ in 0..count {
             let logits = self.forward_solo(&[token], RowSelection::Last)?;
-            // Copy only the four bytes of the token to the host, not the logits.
+            // Choose the token on the device, so that only its four bytes are copied to the host.
             token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
             chosen.push(token);
         }
@@ -151,13 +151,14 @@ impl Runner {
         self.decoder.expert_cost().per_token
     }
 
-    /// Returns the mean number of distinct experts per layer in the batches that were counted since the last call.
-    /// Only batches that a GPU routes in one launch are counted. Returns `None` if no batch was counted.
+    /// Returns the mean number of distinct experts per layer in the batches that `ExpertUsage` counted since the last
+    /// call. Returns `None` if `ExpertUsage` counted no batch.
     pub fn take_used_experts(&mut self) -> Result<Option<f64>> {
         self.decoder.take_used_experts()
     }
 
-    /// Returns the mean durations of steps since the last call, by kind of step.
+    /// Returns the mean durations, by kind of step, of the steps since the last call.
+    /// Steps of the solo sequence are not included.
     pub fn take_step_times(&mut self) -> Vec<StepTime> {
         self.times.take()
     }
@@ -182,7 +183,7 @@ impl Runner {
         Ok(Some(times))
     }
 
-    /// Counts the launches of a step of the decode graph. Returns `None` if there is no decode graph.
+    /// Counts the launches of one decode graph step. Returns `None` if there is no decode graph.
     pub fn launch_counts(&self) -> Result<Option<LaunchCounts>> {
         let Ok(graph) = &self.decode_graph else { return Ok(None) };
         let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);

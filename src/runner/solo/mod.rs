@@ -12,8 +12,8 @@ use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
 use crate::runner::limits::RunnerLimits;
 
-/// Methods that run one sequence at a time.
-/// They overwrite the blocks of all other sequences, so call them only after all other sequences have ended.
+/// Methods for the solo sequence, which overwrites the blocks of other sequences and of cached prefixes.
+/// Run it only after all other sequences have ended and all cached prefixes are forgotten.
 impl Runner {
     /// Returns how many tokens of the solo sequence are cached.
     pub fn cached_tokens(&self) -> usize {
@@ -56,7 +56,7 @@ impl Runner {
 
     /// Forgets the cached tokens, then runs `ids`. Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// Fails if `ids` do not fit in the context. Needs device memory for up to two copies of the logits.
+    /// Fails if `ids` is empty or does not fit in the context. Needs device memory for up to two copies of the logits.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let rows: Vec<Tensor> =

@@ -5,7 +5,8 @@ use serde::Serialize;
 /// The bytes that the first rank reads from memory in one decode step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
-    /// The bytes of the weights: all dense weights, the chosen experts, and one row of the embedding.
+    /// The bytes of the weights: one row of the embedding, the chosen experts, and all other weights of the layers,
+    /// norms and output head.
     pub weights: u64,
     /// The bytes of the cached keys and values that the tokens of the step attend to.
     pub cache: u64,
@@ -25,11 +26,11 @@ pub struct KernelTime {
     pub calls: usize,
     /// Seconds per token, summed over all launches.
     pub seconds: f64,
-    /// Bytes read and written per token, summed over all launches. Small inputs and outputs are not counted.
+    /// Approximate number of bytes read and written per token, summed over all launches. 0 if the number is not known.
     pub bytes: u64,
 }
 
-/// How many kernels and CUDA graph nodes one step of the decode graph launches.
+/// The number of kernels and of CUDA graph nodes in one step of the decode graph.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaunchCounts {
     pub kernels: usize,

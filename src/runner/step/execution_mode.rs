@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// How decode steps run while only one request is active.
+/// How decode steps usually run while only one request is active.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ExecutionMode {

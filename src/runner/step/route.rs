@@ -5,11 +5,11 @@
 use super::sequence::StepSequence;
 use crate::runner::limits::MAX_SEQUENCES;
 
-/// How a step runs, and when.
+/// What runs a step, and whether the step is queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepRoute {
     pub executor: StepExecutor,
-    /// Whether the step is queued before the tokens of the previous step are known.
+    /// Whether the step is queued before the host knows the tokens of the previous step.
     /// Always false for steps on the decode graph, which queues its own steps.
     pub is_queued: bool,
 }
@@ -29,7 +29,7 @@ pub enum StepExecutor {
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerFacts {
     pub has_decode_graph: bool,
-    /// Whether the runner has batch graphs that can run its model.
+    /// Whether batch graphs can run the decode steps of the runner's model.
     pub has_batch_graphs: bool,
     /// Whether steps can be queued. On a CPU, true only if `RunnerOptions::queue_steps` is `Some(true)`, as in tests.
     /// On a GPU, false with `--eager`, if ranks share the GPU, if the host copies data between ranks,
@@ -60,7 +60,7 @@ pub struct StepFacts {
 }
 
 impl StepFacts {
-    /// A decode step of one sequence whose sampler can queue and does not need the whole row of logits.
+    /// A decode step of one sequence without a constraint, log probabilities or logit edits.
     pub const ONE_TOKEN: Self = Self {
         sequences: 1,
         is_decode: true,
@@ -92,14 +92,14 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> StepRoute {
     StepRoute { executor, is_queued }
 }
 
-/// Returns whether a step is queued. Returns false if the decode graph runs the step.
+/// Returns whether a step is queued. Returns false for steps that the decode graph runs or can continue.
 fn is_queued(runner: RunnerFacts, step: StepFacts) -> bool {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
     // Deterministic prompts run in one pass per prompt part. Deterministic requests also decode in passes of their own,
     // unless the whole runner is deterministic. These passes leave no tokens on the device.
     let needs_own_passes = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
-    // The decode graph queues its own steps. It starts from the logits of the prompt's last chunk.
-    // A step with a chunk of only one sequence is therefore not queued either.
+    // The decode graph queues its own steps. It starts from the logits of the prompt's last chunk,
+    // so a step with only one sequence is not queued even if it runs a chunk.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
     can_choose && !step.has_scores && !needs_own_passes && !is_graph && step.sequences <= MAX_SEQUENCES
 }
@@ -254,7 +254,7 @@ mod tests {
             let is_eager = executor == StepExecutor::Eager;
             assert!(can_run, "{executor:?} cannot run {step:?} of {runner:?}");
             assert!(!is_queued || can_queue && !step.has_scores, "{step:?} of {runner:?} is queued, but must not be");
-            assert!(!is_separate || is_eager && !is_queued, "{step:?} of {runner:?} does not run in passes of its own");
+            assert!(!is_separate || is_eager && !is_queued, "{step:?} of {runner:?} must run eagerly and unqueued");
             assert!(!step.has_scores || is_eager, "only the decoder computes the scores of {step:?}");
             let unqueued = route(RunnerFacts { can_queue: false, ..runner }, step);
             assert!(!unqueued.is_queued);

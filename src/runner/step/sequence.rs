@@ -13,7 +13,7 @@ pub struct StepSequence<'s> {
     pub id: u64,
     /// The input tokens.
     pub ids: &'s [u32],
-    /// Whether the input is the token that the last queued step will choose for this sequence.
+    /// Whether the input is the token that the last queued step chooses for this sequence.
     /// If true, `ids` holds a single placeholder.
     pub awaits_input: bool,
     /// The position of the first input token.
@@ -76,7 +76,7 @@ pub fn samplers<'a>(sequences: &'a mut [StepSequence]) -> Vec<Option<&'a mut dyn
 
 /// Prompt tokens whose log probabilities a step computes. Each token follows an input token of the step.
 pub struct TokensToScore<'s> {
-    /// The index in the sequence's `ids` of the token before the first of `tokens`.
+    /// The index in the sequence's `ids` of the token that precedes `tokens[0]`.
     pub first: usize,
     pub tokens: &'s [u32],
     /// How many of the most likely tokens to report with each token.
@@ -86,7 +86,7 @@ pub struct TokensToScore<'s> {
 }
 
 impl TokensToScore<'_> {
-    /// Returns the tokens to score in a pass that has only the input tokens in `range`, or `None` if there are none.
+    /// Returns the tokens to score in a pass with only the input tokens in `range`, or `None` if it scores none.
     pub(in crate::runner) fn part(&mut self, range: Range<usize>) -> Option<TokensToScore<'_>> {
         let Self { first, tokens, top, logprobs } = self;
         let start = range.start.clamp(*first, *first + tokens.len());

@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 /// The signature of every thinking block that inferno sends.
-/// Clients send back only thinking blocks that have a signature.
+/// Anthropic's API requires a signature, so clients can drop thinking blocks without one.
 /// inferno does not check the signatures that it receives.
 pub const SIGNATURE: &str = "inferno";
 

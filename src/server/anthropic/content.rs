@@ -13,7 +13,7 @@ pub struct Content {
     shows_thinking: bool,
     blocks: Vec<ContentBlock>,
     is_open: bool,
-    /// The arguments of the open tool call so far, as JSON text.
+    /// The arguments of the open tool call so far, as unparsed text.
     arguments: String,
     /// For each tool call, the index of its content block.
     calls: Vec<usize>,

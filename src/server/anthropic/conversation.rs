@@ -7,7 +7,8 @@ use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::read_content;
 
-/// Reads the fields `system` and `messages` into one list. Fails if the last message is an assistant message.
+/// Reads the fields `system` and `messages` into one list.
+/// Fails if a field is invalid, if there are no messages, or if the last message is an assistant message.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let system = read_content(fields, "system")?;
     let mut messages: Vec<Message> = system.filter(|text| !text.is_empty()).map(Message::system).into_iter().collect();

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::server::http::error::ApiError;
 
-/// An error in the JSON format of Anthropic's API.
+/// The body of an error response, and the data of the stream event `error`.
 #[derive(Serialize)]
 pub struct MessagesError<'a> {
     #[serde(rename = "type")]

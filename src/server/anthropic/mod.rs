@@ -111,7 +111,8 @@ struct MessageBuilder {
 }
 
 impl MessageBuilder {
-    /// Adds pieces of the answer to the message.
+    /// Adds pieces of the answer to the message, and sends their stream events.
+    /// At the end of the answer, also sets the stop reason.
     fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl MessageEventSink) {
         for piece in pieces.pieces {
             self.content.push(piece, events);

@@ -19,7 +19,7 @@ const LOW_BUDGET: i64 = 4096;
 const MEDIUM_BUDGET: i64 = 16384;
 
 /// Unsupported fields that would change the output.
-/// Each entry contains the field's name, the value that is accepted besides null, and a hint for the error message.
+/// Each entry contains the field's name, the accepted value besides null (if any), and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("container", "null", ""),
     ("context_management", "null", "inferno never shortens a conversation"),
@@ -33,27 +33,27 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ("stop", "null", "use 'stop_sequences'"),
 ];
 
-/// The request fields that `/v1/messages` and `/v1/messages/count_tokens` share. `max_tokens` is not among them.
+/// A request to `/v1/messages` or `/v1/messages/count_tokens`, without `max_tokens`, which only `/v1/messages` reads.
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
-    /// The options for generating the answer, except `max_tokens`.
+    /// The options for generating the answer. `max_tokens` is not set yet.
     pub options: GenerateOptions,
     pub shows_thinking: bool,
     pub can_call_in_parallel: bool,
     pub is_stream: bool,
-    /// The request fields that have no effect, or not their full effect.
+    /// The request fields that have no effect, or only part of their effect.
     pub ignored: Vec<IgnoredField>,
 }
 
 /// Reads the field `max_tokens`, which Anthropic's API requires.
 pub fn read_max_tokens(fields: &mut Fields) -> Result<usize, ApiError> {
     let tokens = fields.take_integer("max_tokens", 1..=i64::from(u32::MAX))?;
-    tokens.map(|tokens| tokens as usize).ok_or_else(|| fields.invalid("max_tokens", "expected a number of tokens"))
+    tokens.map(|tokens| tokens as usize).ok_or_else(|| fields.invalid("max_tokens", "the field is required"))
 }
 
 impl MessagesRequest {
-    /// Reads a request. Fails if a field has an invalid or unsupported value.
+    /// Reads a request. Fails if a required field is missing, or if a field has an invalid or unsupported value.
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         for (name, neutral, hint) in REFUSED {
@@ -85,10 +85,10 @@ impl MessagesRequest {
     }
 }
 
-/// Reads the fields `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
+/// Reads the fields `tools` and `tool_choice`. Returns the tools, and whether the answer may have several tool calls.
 ///
-/// Skips tools with a type other than `custom`, because only Anthropic's service runs them or knows their schema.
-/// Reports the skipped tools as ignored.
+/// Skips tools with a type other than `custom`, because only Anthropic's service runs them or knows their schema,
+/// and reports them as ignored.
 fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool), ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
@@ -102,7 +102,7 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
             continue;
         }
         let schema = tool.take("input_schema").filter(Value::is_object);
-        let schema = schema.ok_or_else(|| tool.invalid("input_schema", "expected a JSON schema"))?;
+        let schema = schema.ok_or_else(|| tool.invalid("input_schema", "expected a JSON schema that is an object"))?;
         check_function(&mut tool)?;
         tool.ignored().into_iter().for_each(|field| fields.ignore(field));
         let mut function = json!({ "name": item["name"] });
@@ -122,7 +122,7 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
             (Some("any"), None) => ToolChoice::Required,
             (Some("none"), None) => ToolChoice::None,
             (Some("tool"), Some(name)) => ToolChoice::Named(name),
-            _ => return Err(nested.invalid("type", "expected auto, any, none, or tool with a name")),
+            _ => return Err(nested.invalid("type", "expected auto, any or none without a name, or tool with a name")),
         };
         nested.ignored().into_iter().for_each(|field| fields.ignore(field));
     }
@@ -130,7 +130,7 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
 }
 
 /// Reads the field `thinking`. Returns the reasoning effort, and whether the response contains the reasoning.
-/// The effort is `None` if the field is absent or adaptive.
+/// The effort is `None` if the field is absent or its type is `adaptive`.
 fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool), ApiError> {
     let Some(mut thinking) = fields.take_object("thinking")? else { return Ok((None, false)) };
     let kind = thinking.take_string("type")?;
@@ -156,12 +156,12 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
             fields.ignore_with_note("thinking.budget_tokens", format!("{budget} is treated as {effort} effort"));
             Ok((Some(effort), shows_thinking))
         }
-        (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),
+        (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "type 'enabled' requires this field")),
         (Some("adaptive"), ..) => Ok((None, shows_thinking)),
-        // The model still reasons, with low effort unless the request sets `output_config.effort`,
-        // but the response does not contain the reasoning.
+        // Not every model can answer without reasoning. Request low effort, unless `output_config.effort` is set,
+        // and omit the reasoning from the response.
         (Some("disabled"), ..) => {
-            fields.ignore_with_note("thinking", "disabled hides the reasoning; the model still reasons");
+            fields.ignore_with_note("thinking", "disabled hides the reasoning but does not prevent it");
             Ok((Some(ReasoningEffort::Low), false))
         }
         _ => Err(fields.invalid("thinking.type", "expected enabled, adaptive or disabled")),

@@ -6,17 +6,18 @@ use prometheus::IntGauge;
 /// On these spare connections, the server reports its health and its metrics, and rejects all other requests.
 const SPARE: usize = 64;
 
-/// An open connection, counted toward the limit. Dropping this value allows another connection.
+/// An open connection. It counts toward the limit until this value is dropped.
 pub struct OpenConnection {
     open: IntGauge,
-    /// Whether this connection is above the connection limit.
+    /// Whether the connection limit was already reached when this connection was accepted.
     pub is_spare: bool,
 }
 
 impl OpenConnection {
-    /// Counts a new connection. Returns `None` if the server must close the connection at once.
+    /// Counts a new connection. Returns `None` if all spare connections are in use too, so that the server must close
+    /// the new connection at once.
     ///
-    /// Only one task may call this function, because reading and incrementing the count are two operations.
+    /// Calls must not run concurrently, because reading and incrementing the count are two operations.
     pub fn new(open: &IntGauge, limit: usize) -> Option<Self> {
         let others = usize::try_from(open.get()).unwrap_or_default();
         if others >= limit.saturating_add(SPARE) {

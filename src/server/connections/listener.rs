@@ -26,33 +26,35 @@ use crate::server::state::Server;
 /// The listen backlog: how many connections may wait to be accepted. The operating system may lower this number.
 const BACKLOG: u32 = 4096;
 
-/// The size of the socket's send buffer in bytes.
-/// With a small send buffer, the server soon notices that a client does not read.
+/// The requested size of the send buffer of each connection, in bytes.
+/// If a client stops reading, a small buffer is soon full, so that the write timeout starts early.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 
-/// The maximum size of the buffer for request headers, and of the buffer for response data, in bytes.
+/// The maximum size of hyper's read buffer and of its write buffer, in bytes.
+/// The headers of a request must fit in the read buffer.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The time limit for the TLS handshake and for the headers of a request on a connection above the connection limit.
+/// The maximum header timeout on a spare connection. The header timeout also limits the TLS handshake.
 const SPARE_HEADER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// During shutdown, the time limit for ending requests after the drain timeout, and again for sending the last
-/// responses.
+/// The time limit for each of the last two steps of a shutdown: ending the requests that exceed the drain timeout,
+/// and sending the last responses.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The time limit that replaces the drain timeout and [`CLOSE_TIMEOUT`] after an engine failure.
 /// The limit is short, so that a supervisor can restart the server soon.
 const FAILED_CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// Opens the TCP port of a server on the first address of `host`. Port 0 selects a free port.
+/// Listens on a TCP port of the first address that `host` resolves to. Port 0 selects a free port.
 pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     let what = || format!("cannot listen on {host}:{port}");
     let mut addresses = lookup_host((host, port)).await.with_context(what)?;
     let address: SocketAddr = addresses.next().ok_or_else(|| anyhow!("{}: the host has no address", what()))?;
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.with_context(what)?;
+    // Allow a restarted server to use the port while old connections are still closing.
     // On Windows, address reuse would let two programs share the port.
     #[cfg(unix)]
     socket.set_reuseaddr(true).with_context(what)?;
@@ -61,10 +63,10 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     socket.listen(BACKLOG).with_context(what)
 }
 
-/// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops or a GPU fails.
+/// Serves connections until `shutdown` resolves, and then drains the server. Fails if the engine stops or a GPU fails.
 ///
-/// After `shutdown`, the server reports itself as unhealthy, but accepts requests during the drain delay.
-/// Then, the server rejects new requests for answers. Requests in progress continue until the drain timeout.
+/// During the drain delay, the server reports itself as unhealthy, but still accepts requests.
+/// Then, the server rejects new requests for answers. Requests in progress may continue until the drain timeout.
 pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
@@ -107,7 +109,7 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
     }
 }
 
-/// Accepts connections until the accepting task is aborted.
+/// Accepts connections until its task is aborted.
 async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<GracefulShutdown>) {
     let (router, spare_router) = (router(&server), spare_router(&server));
     let metrics = &server.metrics;

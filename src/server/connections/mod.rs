@@ -2,9 +2,9 @@
 //!
 //! - `listener`: accepts connections, and closes them when the server shuts down
 //! - `limit`: limits the number of open connections
-//! - `parse_error`: adds a body to the error responses for requests that hyper cannot parse
+//! - `parse_error`: adds a body to hyper's own error responses
 //! - `tls`: reads the certificate and the private key
-//! - `write_limit`: closes connections whose clients stop reading
+//! - `write_limit`: closes connections whose clients read too slowly
 
 mod limit;
 mod listener;

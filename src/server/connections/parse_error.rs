@@ -1,4 +1,4 @@
-//! Adds a JSON body to the error responses that hyper sends for unparsable HTTP requests.
+//! Adds a JSON body to hyper's own error responses to requests with invalid HTTP or an overlong URL or headers.
 //!
 //! hyper sends these error responses before a request reaches a route, and has no option to give them a body.
 
@@ -13,11 +13,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::server::http::error::ApiError;
 use crate::server::metrics::Metrics;
 
-/// The first bytes of each of hyper's error responses, with the status and the message of the replacement.
+/// For each error response of hyper: its first bytes, and the status and the message of the replacement.
 ///
-/// No other data that the server writes starts with the first bytes of hyper's error responses.
-/// In particular, responses of routes have other headers before `content-length`.
-/// JSON in response bodies and events contains no unescaped line breaks, so it cannot match either.
+/// No other data that the server writes starts with these bytes: the responses of routes have other headers before
+/// `content-length`, and JSON in response bodies and events contains no unescaped line breaks.
 const HEADS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n",
@@ -36,7 +35,7 @@ const HEADS: [(&[u8], StatusCode, &str); 3] = [
     ),
 ];
 
-/// A connection that replaces hyper's error responses to invalid HTTP requests.
+/// A connection that replaces hyper's own error responses.
 pub struct ParseErrorStream<S> {
     stream: S,
     metrics: Arc<Metrics>,
@@ -49,7 +48,8 @@ impl<S> ParseErrorStream<S> {
         Self { stream, metrics, rest: Vec::new() }
     }
 
-    /// Returns whether `bytes` is an error response written by hyper. If so, prepares the replacement response.
+    /// Returns whether to write the replacement response instead of `bytes`.
+    /// If `bytes` starts an error response of hyper, prepares and counts the replacement response.
     fn replaces(&mut self, bytes: &[u8]) -> bool {
         if !self.rest.is_empty() {
             return true;
@@ -67,8 +67,8 @@ impl<S> ParseErrorStream<S> {
 }
 
 impl<S: AsyncWrite + Unpin> ParseErrorStream<S> {
-    /// Writes the unwritten bytes of the replacement response. Then returns `accepted`, the length of hyper's response.
-    /// hyper then considers its own response written.
+    /// Writes the rest of the replacement response. Then returns `accepted`, the number of bytes that hyper wanted to
+    /// write, so that hyper considers them written.
     fn write_rest(&mut self, context: &mut Context<'_>, accepted: usize) -> Poll<io::Result<usize>> {
         while !self.rest.is_empty() {
             let written = ready!(Pin::new(&mut self.stream).poll_write(context, &self.rest))?;

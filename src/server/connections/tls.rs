@@ -12,7 +12,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use crate::files;
 use crate::text::library_error;
 
-/// The maximum size of a certificate chain or a private key in bytes. Typical files are smaller than 10 KB.
+/// The maximum size of a PEM file in bytes. Typical files are smaller than 10 KB.
 const MAX_PEM_BYTES: u64 = 1 << 20;
 
 /// Reads a certificate chain and its private key from PEM files. The server's own certificate must come first.

@@ -1,4 +1,4 @@
-//! Makes a connection fail if its client stops reading.
+//! Makes a connection fail if its client reads too slowly or not at all.
 
 use std::io;
 use std::pin::Pin;
@@ -12,7 +12,7 @@ use tokio::time::{Instant, Sleep};
 /// With a minimum of one byte, a client could keep its connection open by reading one byte at a time.
 const MIN_BYTES: usize = 4 << 10;
 
-/// A connection whose waiting writes fail if the client accepts fewer than `MIN_BYTES` bytes within a time limit.
+/// A connection on which a write fails if the client reads too slowly. `MIN_BYTES` defines the minimum speed.
 pub struct WriteLimit<S> {
     stream: S,
     limit: Duration,
@@ -50,7 +50,7 @@ impl<S> WriteLimit<S> {
                     self.deadline.as_mut().reset(Instant::now() + self.limit);
                 }
                 ready!(self.deadline.as_mut().poll(context));
-                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client is not reading the response")))
+                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads the response too slowly")))
             }
         }
     }

@@ -74,14 +74,16 @@ pub struct Submission {
     pub can_call_in_parallel: bool,
     /// Whether the client named the tool that the model must call.
     pub must_call_named: bool,
-    /// Whether log probabilities include tokens without text, such as stop tokens.
+    /// Whether the log probabilities cover tokens without text, such as stop tokens.
     pub keeps_all_tokens: bool,
     pub is_stream: bool,
     /// The name of the HTTP request field that contains the prompt. Error messages quote this name.
     pub prompt_field: &'static str,
 }
 
-/// Submits the requests to the engine. Fails with status 429 if the server cannot admit all answers now,
+/// Submits the requests to the engine. Fails if the model is loading, the server is draining, or a request is invalid.
+///
+/// Also fails with status 429 if the server cannot admit all answers now,
 /// and with status 400 if there are more answers than the server can ever admit at once.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
@@ -139,7 +141,8 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
     })
 }
 
-/// Fails if a request has more answers than the server ever admits at once. `field` sets the number of answers.
+/// Fails if a request asks for more answers than the server can ever admit at once.
+/// The error is about `field`, the request field that sets the number of answers.
 pub fn check_answer_count(server: &Server, count: usize, field: &str) -> Result<(), ApiError> {
     let limit = server.admission.limit();
     if count > limit {
@@ -208,8 +211,8 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer and the log probabilities of the prompt tokens, if the request asked for them.
-    /// The log probabilities are complete once the first pieces of the answer have arrived.
+    /// Returns the prompt of an answer with the log probabilities of its tokens, if the request asked for these.
+    /// They are complete once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
     }
@@ -219,13 +222,13 @@ impl Answers {
         self.answers.get(index)?.stream.stop_string()
     }
 
-    /// Returns the summary of an answer that has ended.
+    /// Returns the summary of an answer, or `None` before the answer has ended.
     pub fn summary(&self, index: usize) -> Option<&Summary> {
         self.answers.get(index)?.summary.as_deref()
     }
 
-    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces,
-    /// or `None` after all answers have ended or after an error.
+    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or an error if
+    /// generating the answers failed. Returns `None` once all answers have ended or an error was returned.
     pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
@@ -280,7 +283,7 @@ impl Answers {
         Poll::Ready(Some(Err(api_error)))
     }
 
-    /// Adds an event to the metrics and the record, and converts the event to pieces of the answer.
+    /// Updates the metrics and the record with an event, and converts the event to pieces of the answer.
     fn push(&mut self, index: usize, event: Event) -> Pieces {
         let answer = &mut self.answers[index];
         let metrics = &self.server.metrics;
@@ -382,8 +385,9 @@ impl Drop for Answers {
 }
 
 /// Returns how an answer ended, for the log and the records: its finish reason, `error` or `canceled`.
-/// `finish` is `None` if the answer failed, or was dropped before it ended.
-/// The log has one line for all answers, so there, `finish` is `None` if any answer failed or was dropped.
+///
+/// In a record, `finish` is `None` if the answer failed, or was dropped before it ended.
+/// For the log line, which covers all answers, `finish` is `None` if this applies to any of them.
 fn finish_name(finish: Option<Finish>, has_failed: bool, is_canceled: bool) -> &'static str {
     match finish {
         None if has_failed => "error",

@@ -14,7 +14,7 @@ use crate::tokenizer::Tokenizer;
 #[derive(Clone, Debug)]
 pub enum AnswerPiece {
     Reasoning(String),
-    /// Text of the answer. Includes the tokens of the text if the request asked for log probabilities.
+    /// Text of the answer, and the tokens of the text if the request asked for log probabilities.
     Content(String, Vec<ScoredToken>),
     ToolStart {
         index: usize,
@@ -73,7 +73,7 @@ pub struct Pieces {
 pub struct Choice {
     can_call_in_parallel: bool,
     must_call_named: bool,
-    /// Whether tokens without text, such as stop tokens, are part of the content.
+    /// Whether the tokens of the content include tokens without text, such as stop tokens.
     keeps_all_tokens: bool,
     /// The generated tokens that are not part of a piece yet.
     pending: Vec<PendingToken>,
@@ -121,13 +121,13 @@ impl Choice {
     }
 
     /// Sets whether the client named the tool that the model must call.
-    /// If so, an answer with this call ends with `stop` instead of `tool_calls`, as in OpenAI's API.
+    /// If so, the finish reason is `stop` instead of `tool_calls`, as in OpenAI's API.
     pub fn with_named_call(self, must_call_named: bool) -> Self {
         Self { must_call_named, ..self }
     }
 
-    /// Sets whether the content includes tokens without text. Allowed only for an answer without a chat format,
-    /// because it would also include the tokens of the format's headers and tags.
+    /// Sets whether the tokens of the content include tokens without text. Allowed only for an answer without a chat
+    /// format, because the tokens of the format's headers and tags would be included too.
     pub fn with_all_tokens(self, keeps_all_tokens: bool) -> Self {
         Self { keeps_all_tokens, ..self }
     }
@@ -160,7 +160,8 @@ impl Choice {
         out
     }
 
-    /// Adds a token to the pending tokens.
+    /// Adds a token to the pending tokens. If `is_boundary`, drops this token and all pending tokens instead,
+    /// unless the answer keeps all tokens.
     ///
     /// `is_boundary` is true for a control token without text. In harmony, such a token belongs to a header or ends a
     /// message. In other formats, such a token is a tag, or a token that the parser drops.
@@ -219,7 +220,7 @@ impl Choice {
     }
 
     /// Adds the new parts of the tool calls to `out`. `summary` is set only at the end of the answer.
-    /// At the end of the answer, tool calls without a function name become content.
+    /// Tool calls that still have no function name then become content.
     fn send_calls(&mut self, calls: &[ToolCall], summary: Option<&Summary>, out: &mut Pieces) {
         self.calls.resize(calls.len().max(self.calls.len()), SentCall::default());
         for (sent, call) in self.calls.iter_mut().zip(calls) {

@@ -6,7 +6,7 @@ use crate::engine::{Grammar, GrammarKind};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// The maximum number of texts in `structured_outputs.choice`.
+/// The maximum number of strings in `structured_outputs.choice`.
 const MAX_TEXTS: usize = 1000;
 
 /// Reads the request field `response_format`. Returns `None` if the answer may be any text.
@@ -56,7 +56,7 @@ pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiErr
 fn read_schema(fields: &mut Fields) -> Result<Grammar, ApiError> {
     fields.take_string("name")?;
     fields.take_string("description")?;
-    // The whole JSON schema is enforced, whether or not `strict` is set.
+    // The whole JSON schema is enforced, whether `strict` is true or not.
     fields.take_bool("strict")?;
     let schema = fields.take("schema").filter(is_schema);
     let schema = schema.ok_or_else(|| fields.invalid("schema", "expected a JSON schema"))?;

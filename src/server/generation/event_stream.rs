@@ -18,7 +18,7 @@ use super::answers::Answers;
 use super::choice::Pieces;
 use crate::server::http::error::ApiError;
 
-/// The size in bytes from which a batch of events is sent, even if more events are ready.
+/// The size of a full batch of events in bytes. A full batch is sent even if more events are ready.
 const BATCH_BYTES: usize = 16 << 10;
 
 const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
@@ -59,7 +59,7 @@ pub trait EventWriter: Send + 'static {
 pub struct EventBuffer(String);
 
 impl EventBuffer {
-    /// Adds an event. The event data is a single line, because the JSON is written without line breaks.
+    /// Adds a server-sent event with JSON data. The JSON fits in one `data:` line, because it has no line breaks.
     pub fn push(&mut self, event: &impl Serialize) {
         if let Some(json) = to_json(event) {
             self.push_text(&json);
@@ -90,7 +90,7 @@ impl EventBuffer {
     }
 }
 
-/// Discards all events. Used for answers that are not streamed.
+/// An event sink that discards all events, for answers that are not streamed.
 pub struct NoEvents;
 
 /// Returns an event as JSON. If the serialization fails, logs the error and returns `None`.
@@ -137,7 +137,7 @@ impl EventStream {
         self.answers = None;
     }
 
-    /// Writes events to the buffer while events are ready and the buffer is smaller than a batch.
+    /// Writes events to the buffer until no more events are ready or the batch is full.
     fn fill(&mut self, context: &mut Context<'_>) {
         while let Some(answers) = &mut self.answers
             && self.buffer.0.len() < BATCH_BYTES

@@ -1,4 +1,4 @@
-//! Reads the request fields that all routes for generating text share, such as sampling parameters and stop strings.
+//! Reads the request fields that the routes for generating text share, such as the sampling parameters.
 
 use std::collections::BTreeMap;
 
@@ -48,7 +48,8 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("use_beam_search", &["false"]),
 ];
 
-/// Reads the shared fields. Omits `max_tokens` and log probabilities, because their field names differ between routes.
+/// Reads the shared fields. Each route itself reads the token limit and whether to return log probabilities,
+/// because the routes have different fields for these options.
 pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
     for (name, neutral) in REFUSED {
         let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();

@@ -3,7 +3,7 @@
 //! - `generate_options`, `constraint`: read the generation options and the format of the answer from requests
 //! - `answers`: submits requests to the engine and merges the events of their answers
 //! - `choice`: turns the events of one answer into pieces of reasoning, content and tool calls
-//! - `event_stream`: sends the pieces of an answer as they arrive
+//! - `event_stream`: streams the pieces of answers as they arrive
 //! - `reply`, `usage`: the parts of responses that several routes share
 
 mod answers;

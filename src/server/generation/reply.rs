@@ -13,11 +13,11 @@ use crate::server::http::error::ApiError;
 use crate::server::ids;
 use crate::server::state::Server;
 
-/// The response header that lists the request fields that have no effect, or not their full effect.
+/// The response header that lists the request fields that have no effect, or only part of their effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 
-/// If this request header is `1`, the server rejects a request with fields that have no effect, or not their
-/// full effect.
+/// If this request header is `1`, the server rejects a request with fields that have no effect, or only part of their
+/// effect.
 const STRICT: &str = "x-inferno-strict";
 
 /// If this request header is `1`, the answer is deterministic, as with the request field `deterministic`.
@@ -30,7 +30,7 @@ const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", en
 const DETERMINISTIC_FINGERPRINT: &str =
     concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"), "-deterministic");
 
-/// The leading fields of a chat completion or text completion, and of each of its chunks if it is streamed.
+/// The first fields of a chat completion, of a text completion, and of each chunk of a streamed one.
 #[derive(Serialize)]
 pub struct ReplyHeader {
     id: String,
@@ -41,7 +41,7 @@ pub struct ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Creates the leading fields of a response. The id of the response starts with `prefix`.
+    /// Creates the first fields of a response. The id of the response starts with `prefix`.
     pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
         Self {
             id: ids::new(prefix),
@@ -53,8 +53,7 @@ impl ReplyHeader {
     }
 }
 
-/// Fails if the client asked for strict handling of fields, and some request fields have no effect or not their full
-/// effect.
+/// Fails if the header `x-inferno-strict` is `1` and `ignored` is not empty. The error names the first ignored field.
 pub fn check_strict(headers: &HeaderMap, ignored: &[IgnoredField]) -> Result<(), ApiError> {
     let is_strict = headers.get(STRICT).is_some_and(|value| value == "1");
     match ignored.first().filter(|_| is_strict) {

@@ -28,7 +28,7 @@ pub struct Access {
 
 impl Access {
     /// Creates the access rules. Without API keys, all clients have access, except web pages
-    /// whose origin is neither local nor allowed. With `--no-auth`, the server's own chat page always has access.
+    /// whose origin is neither local nor allowed. With `--no-auth`, the server's own chat page also has access.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), allows_any_host: options.no_auth }
@@ -59,7 +59,7 @@ impl Access {
         }
     }
 
-    /// Rejects requests with the header `Origin`, which web pages send, unless the origin is local or allowed.
+    /// Rejects a request from a web page, which has the header `Origin`, unless the origin is local or allowed.
     /// With `allows_any_host`, also accepts the origin of the server's own chat page.
     /// Without this check, any web page that a user opens could send requests to a server without API keys.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {

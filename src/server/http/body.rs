@@ -1,4 +1,4 @@
-//! Reads request bodies, limits their size, and takes typed fields from their JSON.
+//! Reads JSON request bodies up to a size limit, takes typed fields from them, and creates JSON responses.
 
 use std::fmt;
 
@@ -16,22 +16,22 @@ use crate::server::options::Timeouts;
 /// The maximum size of a request body in bytes.
 pub const MAX_BODY_BYTES: usize = 8 << 20;
 
-/// The maximum nesting depth of a JSON body. Parsing is recursive, so deep nesting could overflow the stack.
+/// The maximum nesting depth of a JSON body. Limits the stack use of recursive code, such as parsing and rendering.
 const MAX_DEPTH: usize = 64;
 
-/// The maximum number of JSON values in a body. A parsed JSON value takes much more memory than its text.
+/// The maximum number of JSON values and object keys in a body. A parsed value can take much more memory than its text.
 const MAX_VALUES: usize = 500_000;
 /// The maximum number of ignored request fields that the response header `x-inferno-ignored` lists.
 pub const MAX_IGNORED: usize = 32;
 
-/// Reads the JSON object in the body of a request.
+/// Reads and parses the body of a request, which must be a JSON object.
 pub async fn read_json(request: Request, timeouts: &Timeouts) -> Result<Fields, ApiError> {
     let (parts, body) = request.into_parts();
     parse(&collect(&parts.headers, body, timeouts).await?)
 }
 
-/// Reads a JSON body without parsing it.
-/// Fails if the body is too large or arrives too slowly, or if the headers do not declare uncompressed JSON.
+/// Reads a JSON body without parsing it. Fails if the headers do not declare uncompressed JSON,
+/// if the body is larger than [`MAX_BODY_BYTES`], or if it does not arrive completely within the time limit.
 pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Result<Bytes, ApiError> {
     check_headers(headers)?;
     match tokio::time::timeout(timeouts.body, Limited::new(body, MAX_BODY_BYTES).collect()).await {
@@ -47,8 +47,9 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
 
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
-    // Accept only the content type of JSON, which protects against requests from web pages of other sites.
-    // Browsers ask the server for permission (CORS) before such a page can send JSON, but not for plain text.
+    // Require the content type of JSON, to protect the server against web pages of other sites:
+    // before such a page can send JSON, the browser asks the server for permission (CORS).
+    // The browser does not ask before such a page sends plain text.
     let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !media_type.eq_ignore_ascii_case("application/json") {
         let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";
@@ -80,7 +81,7 @@ fn parse(bytes: &[u8]) -> Result<Fields, ApiError> {
     }
 }
 
-/// Returns the nesting depth of JSON, without parsing it.
+/// Returns the maximum nesting depth of arrays and objects in JSON, without parsing it.
 fn depth(json: &[u8]) -> usize {
     let (mut depth, mut deepest, mut bytes) = (0usize, 0, json.iter());
     while let Some(byte) = bytes.next() {
@@ -140,7 +141,7 @@ impl Fields {
         Self { map, prefix: String::new(), ignored: Vec::new() }
     }
 
-    /// Creates the fields of a nested object. Fails if `value` is not an object.
+    /// Returns the fields of a nested object. Fails if `value` is not an object.
     /// `path` is the path of the object, such as `messages[0]`.
     pub fn nested(path: &str, value: Value) -> Result<Self, ApiError> {
         match value {
@@ -149,7 +150,7 @@ impl Fields {
         }
     }
 
-    /// Returns the full path of a field, for error messages.
+    /// Returns the full path of a field, such as `messages[0].content`.
     pub fn path(&self, name: &str) -> String {
         format!("{}{name}", self.prefix)
     }
@@ -187,7 +188,7 @@ impl Fields {
         }
     }
 
-    /// Removes and returns a whole number in `range`. Also accepts numbers such as `5.0`.
+    /// Removes and returns a whole number. Accepts `5.0` as 5. Fails if the field is not a whole number in `range`.
     pub fn take_integer(&mut self, name: &str, range: std::ops::RangeInclusive<i64>) -> Result<Option<i64>, ApiError> {
         let Some(value) = self.take(name) else { return Ok(None) };
         let whole = value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < 9e15);
@@ -204,7 +205,7 @@ impl Fields {
         }
     }
 
-    /// Removes a nested object and returns its fields.
+    /// Removes a nested object and returns its fields. Fails if the field is not an object.
     pub fn take_object(&mut self, name: &str) -> Result<Option<Fields>, ApiError> {
         let path = self.path(name);
         self.take(name).map(|value| Fields::nested(&path, value)).transpose()
@@ -219,8 +220,8 @@ impl Fields {
         }
     }
 
-    /// Records a field that has no effect on the response.
-    /// Keeps at most [`MAX_IGNORED`] fields, because a body can have up to `MAX_VALUES` unknown fields.
+    /// Records an ignored field, unless it has been recorded before.
+    /// Keeps at most [`MAX_IGNORED`] fields, because a body can have hundreds of thousands of unknown fields.
     pub fn ignore(&mut self, field: impl Into<IgnoredField>) {
         let field = field.into();
         if self.ignored.len() < MAX_IGNORED && !self.ignored.contains(&field) {
@@ -234,7 +235,7 @@ impl Fields {
     }
 
     /// Returns the recorded fields and at most [`MAX_IGNORED`] unread fields.
-    /// Omits array indexes, as in `messages[].x`.
+    /// The paths of the unread fields have no array indexes, as in `messages[].x`.
     pub fn ignored(self) -> Vec<IgnoredField> {
         let Self { map, prefix, mut ignored } = self;
         let prefix = prefix.replace(|c: char| c.is_ascii_digit(), "");

@@ -11,12 +11,12 @@ use serde::Serialize;
 use crate::error::Error;
 use crate::text::{counted, error_message};
 
-/// The wait to suggest before a retry, for states that usually last for seconds, such as loading a model.
+/// The suggested wait before a retry if this server can probably answer soon, for example once it has loaded the model.
 pub const RETRY_SOON: Duration = Duration::from_secs(1);
-/// The wait to suggest before a retry, for states that may require a new server, such as shutting down.
+/// The suggested wait before a retry if a new server may have to answer, for example because this one shuts down.
 pub const RETRY_LATER: Duration = Duration::from_secs(5);
 
-/// The maximum length of an error message in characters. Error messages can quote parts of the request.
+/// The maximum length of an error message in characters. Messages can quote parts of the request, which can be long.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
 /// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`, unless `dialect` converts it.
@@ -91,7 +91,7 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
     }
 
-    /// Creates a 404 error for an unknown id in a field of the request.
+    /// Creates a 404 error for an unknown id in a field or query parameter of the request.
     pub fn unknown_id(param: impl Into<String>, code: Option<&'static str>, message: String) -> Self {
         Self { param: Some(param.into()), code, ..Self::not_found(message) }
     }
@@ -113,13 +113,13 @@ impl ApiError {
 
     /// Creates a 429 error. `retry_after` is the suggested wait before a retry.
     pub fn overloaded(problem: &str, retry_after: Duration) -> Self {
-        // Some clients read the retry time from the error message.
+        // Codex reads the wait from the error message: the number of seconds after `try again in`.
         let message = format!("{problem}: please try again in {}s", whole_seconds(retry_after));
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
         Self { code: Some("rate_limit_exceeded"), retry_after: Some(retry_after), ..error }
     }
 
-    /// Creates a 503 error, for example while the server is loading a model or draining.
+    /// Creates a 503 error. `retry_after` is the suggested wait before a retry.
     pub fn unavailable(message: impl Into<String>, retry_after: Duration) -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
         Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }
@@ -140,13 +140,14 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
-    /// Converts an error of rendering, tokenizing or [submitting](crate::EngineHandle::submit) a request.
+    /// Converts an error that occurred before generation, for example in tokenizing the prompt
+    /// or in [submitting](crate::EngineHandle::submit) the request.
     /// An error without a specific HTTP status becomes a 400 error.
     pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
         Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
     }
 
-    /// Converts an error of a [`RequestStream`](crate::RequestStream).
+    /// Converts an error of a [`RequestStream`](crate::RequestStream), or of submitting to a stopped or stuck engine.
     /// An error without a specific HTTP status becomes a 500 error.
     pub fn from_stream(error: &anyhow::Error) -> Self {
         Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))

@@ -11,10 +11,11 @@ use crate::server::tenant::Tenant;
 /// The `tracing` target of entries in the request log.
 pub const TARGET: &str = "inferno::requests";
 
-/// The HTTP status that the log shows if the client closed the connection before the response was ready.
+/// The HTTP status in the log and the metrics if the connection closed before the response was ready.
 const CLIENT_CLOSED: u16 = 499;
 
-/// The log entry of a request, shared by the handler and the response body. Dropping the entry writes the log line.
+/// The log entry of a request. The request's handler and the body of a streamed response share the entry.
+/// Dropping the entry writes the log line.
 pub struct RequestLog {
     pub id: String,
     method: Method,
@@ -28,7 +29,7 @@ pub struct RequestLog {
     outcome: Mutex<RequestOutcome>,
 }
 
-/// The outcome of a request, known when the request ends.
+/// The outcome of a request. Each field is `None` until its value is known.
 #[derive(Default)]
 struct RequestOutcome {
     status: Option<StatusCode>,
@@ -119,7 +120,7 @@ impl Drop for RequestLog {
                 tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
             }
             None => {
-                // With status 499, the client disconnected before the server had a response,
+                // With status 499, the connection closed before the server had a response,
                 // for example while the client was sending the body.
                 let finish = (status == CLIENT_CLOSED).then_some("canceled");
                 tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")

@@ -10,12 +10,12 @@ use super::end_times::EndTimes;
 /// The longest wait that the server suggests to a client before a retry.
 const MAX_RETRY: Duration = Duration::from_secs(60);
 
-/// The shortest wait that the server suggests, because the header `retry-after-ms` has whole milliseconds.
+/// The shortest wait that the server suggests: the smallest one above 0 that the header `retry-after-ms` can express.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several tenants, the maximum ratio of one tenant's sequences to the capacity that remains free.
-/// If the tenant has no waiting or running sequences, its next request may exceed this ratio.
-/// A single tenant whose requests ask for one answer each therefore leaves about a fifth of the capacity to the others.
+/// The maximum ratio of one tenant's sequences to the capacity that remains free, if there are several tenants.
+/// At this ratio, a tenant that is alone on the server leaves a fifth of the capacity free.
+/// If a tenant has no waiting or running sequences, its next request may exceed the ratio.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
 /// Counts the sequences that are waiting or running, and rejects sequences above the limit or a tenant's share.
@@ -26,7 +26,7 @@ pub struct Admission {
     idle: Notify,
 }
 
-/// The sequences that are waiting or running, and the times at which sequences ended.
+/// The numbers of sequences that are waiting or running, and the times at which sequences ended.
 struct AdmissionState {
     /// For each tenant, the number of its sequences that are waiting or running.
     admitted: Vec<usize>,
@@ -40,7 +40,7 @@ impl AdmissionState {
 }
 
 impl Admission {
-    /// Creates an [`Admission`] that admits at most `limit` sequences at once, in total for `tenants` tenants.
+    /// Creates an [`Admission`] for `tenants` tenants, whose sequences together must not exceed `limit` at any time.
     pub fn new(limit: usize, tenants: usize) -> Self {
         let admitted = vec![0; tenants.max(1)];
         let state = Mutex::new(AdmissionState { admitted, ends: EndTimes::new(Instant::now()) });

@@ -1,4 +1,4 @@
-//! Estimates when the server can admit new sequences, from the times at which earlier sequences ended.
+//! Estimates when sequences will end, from the times at which earlier sequences ended.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// More ends make the estimate steadier, but slower to follow a change of load.
 const ENDS: usize = 64;
 
-/// How many of the last intervals between ends are compared with the older intervals, to detect a change of load.
+/// The number of most recent intervals between ends that are compared with the older ones to detect a change of load.
 const RECENT: usize = 8;
 
 /// The maximum ratio of the mean of the older intervals to the mean of the [`RECENT`] most recent intervals.
@@ -118,7 +118,7 @@ mod tests {
         let (mut times, mut known, mut suggested, mut real) = (EndTimes::new(start), 0, 0.0, 0.0);
         let samples = 5000;
         for sample in 0..samples {
-            // Sample after end 100, so that `times` has a full history, and up to end 1900, so that ends follow.
+            // Start at end 100, when `times` has a full history, and stop at end 1900, so that each true wait is known.
             let now = ends[100] + (ends[1900] - ends[100]) * f64::from(sample) / f64::from(samples);
             while ends[known + 1] <= now {
                 known += 1;

@@ -22,8 +22,8 @@ pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {
     Ok(Some(messages))
 }
 
-/// Renames the fields of an ollama message to the names in chat completions. Adds empty content if there is none.
-/// Fails if the message has images.
+/// Renames the fields of an ollama message that have other names in chat completions.
+/// Adds empty content if there is none. Fails if the message has images.
 fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     let Some(message) = item.as_object_mut() else { return Ok(item) };
     let has_images = |images: Value| !images.is_null() && images != json!([]);
@@ -35,7 +35,7 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
             message.insert(to.to_string(), value);
         }
     }
-    // `content` is often missing, for example in assistant messages with tool calls.
+    // `read_messages` rejects most messages without content, but ollama accepts all of them.
     let content = message.entry("content").or_insert(Value::Null);
     if content.is_null() {
         *content = json!("");

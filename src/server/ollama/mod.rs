@@ -1,10 +1,10 @@
 //! The routes of ollama's API: `/api/chat`, `/api/generate`, and the routes about the model and the version.
 //!
-//! A request is converted to a conversation for the engine, as for a chat completion, unless it is a request to
-//! `/api/generate` with `"raw": true`, whose prompt goes to the engine as plain text.
+//! A request for an answer is converted to a conversation, as for a chat completion.
+//! With `"raw": true`, `/api/generate` instead sends the prompt to the engine as plain text.
 //! The pieces of the answer are converted to a JSON object, or to a stream of JSON objects, one per line.
 //!
-//! Source: ollama's `docs/api.md`, and the types of the package `ollama` 0.6.3 (PyPI).
+//! Source: ollama's `docs/api.md`, and the types in version 0.6.3 of the Python package `ollama`.
 
 mod conversation;
 mod error;
@@ -68,7 +68,7 @@ async fn generate_with(
     let fields = read_json(request, &server.options.timeouts).await?;
     let OllamaRequest { request, has_logprobs, shows_thinking, is_stream, ignored } = read(fields, server, &engine)?;
     reply::check_strict(&headers, &ignored)?;
-    // Clients send a request without a prompt to load the model.
+    // In ollama, a request without a prompt loads the model. Here, the model is already loaded.
     let Some(request) = request else {
         let response = json_response(&load_response(route, &server.options.model))?;
         return Ok(reply::with_ignored(response, &ignored));
@@ -127,7 +127,7 @@ impl EventWriter for LineWriter {
 
     fn end(&mut self, _out: &mut EventBuffer) {}
 
-    /// Sends a line without text, because a stream of JSON lines cannot contain comments.
+    /// Sends a line without text, because JSON lines, unlike server-sent events, cannot contain comments.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         out.push_line(&part(self.route, &self.model, UnsentParts::default(), None));
     }

@@ -21,8 +21,8 @@ use crate::server::ids;
 use crate::server::state::Server;
 use crate::text;
 
-/// The version that inferno reports as ollama's. Codex requires version 0.13.4 or later.
-/// The part after `+` is inferno's own version.
+/// The version of ollama that inferno reports. Codex requires version 0.13.4 or later.
+/// The part after `+inferno.` is inferno's own version.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
 #[derive(Serialize)]
@@ -105,7 +105,7 @@ pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiE
     models(&server, ModelState::Loaded { expires_at, size_vram, context_length: info.context })
 }
 
-/// Handles `/api/version`: returns the version that inferno reports as ollama's.
+/// Handles `/api/version`: returns the version of ollama that inferno reports.
 pub async fn version() -> Result<Response, ApiError> {
     json_response(&json!({ "version": VERSION }))
 }
@@ -140,7 +140,7 @@ pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result
     Ok(reply::with_ignored(response, &ignored))
 }
 
-/// Returns the capabilities of the model. The model can call tools if its chat format adds a test tool to the prompt.
+/// Returns the capabilities of the model. They include `tools` if a test tool makes the rendered prompt longer.
 fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
     let mut capabilities = vec!["completion"];
     let Some(chat) = engine.language().chat.as_ref() else { return capabilities };

@@ -12,13 +12,13 @@ use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{Tools, read_tools};
 use crate::server::state::Server;
 
-/// Unsupported options that would change the output. Each entry lists the values without an effect, which are accepted.
+/// Unsupported options that would change the output, each with the values that have no effect and are accepted.
 const REFUSED_OPTIONS: &[(&str, &[&str])] =
     &[("mirostat", &["0"]), ("typical_p", &["1", "1.0"]), ("tfs_z", &["1", "1.0"])];
 
 /// A request to `/api/chat` or `/api/generate`.
 pub struct OllamaRequest {
-    /// The engine request. `None` if the HTTP request has no prompt, which asks ollama only to load the model.
+    /// The engine request. `None` if the HTTP request has no prompt: in ollama, such a request only loads the model.
     pub request: Option<Request>,
     pub has_logprobs: bool,
     pub shows_thinking: bool,
@@ -27,7 +27,7 @@ pub struct OllamaRequest {
     pub ignored: Vec<IgnoredField>,
 }
 
-/// Fails unless the field `model`, or else `name`, names the served model.
+/// Fails unless the field `model`, or the field `name` if `model` is absent, names the served model.
 /// As in ollama, the client may add the tag `:latest` to the name.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
@@ -124,7 +124,7 @@ impl SharedFields {
         let can_call_in_parallel = true;
         self.options.constraint = tools.constraint(self.format.or(structured), can_call_in_parallel);
         let has_logprobs = self.options.logprobs.is_some();
-        // In some chat templates, such as Qwen3's, this variable turns thinking off.
+        // In some chat templates, such as Qwen3's, setting `enable_thinking` to false turns thinking off.
         let without_thinking = (!self.shows_thinking).then(|| ("enable_thinking".to_string(), json!(false)));
         let template_variables = without_thinking.into_iter().collect();
         let render = RenderOptions {
@@ -154,7 +154,7 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
     let effort = ReasoningEffort::default();
     match think.as_ref().map(|think| (think.as_bool(), think.as_str())) {
         None | Some((Some(true), _)) => Ok((effort, true)),
-        // With `think` off, most models still reason, but the response does not contain the reasoning.
+        // Most models cannot stop reasoning: ask for the lowest effort, and leave the reasoning out of the response.
         Some((Some(false), _)) => {
             fields.ignore_with_note("think", "false hides the reasoning; most models still reason");
             Ok((ReasoningEffort::Low, false))
@@ -170,7 +170,7 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
     }
 }
 
-/// Reads the field `format`. Returns `None` if the answer may be any text.
+/// Reads the field `format`. Returns `None` if the field is absent or empty.
 fn read_format(fields: &mut Fields) -> Result<Option<Grammar>, ApiError> {
     match fields.take("format") {
         None => Ok(None),

@@ -1,7 +1,7 @@
 //! Maps the routed experts of a GGUF file to tensors of the model.
 //!
-//! The file stores gate_proj, up_proj and down_proj as separate tensors.
-//! The model combines gate_proj and up_proj in one tensor.
+//! The file must store gate_proj, up_proj and down_proj as separate tensors, with all experts stacked or one tensor per
+//! expert. The model combines gate_proj and up_proj in one tensor.
 //! The experts of gpt-oss stay packed if the file stores them as MXFP4.
 
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ pub struct Experts<'c> {
 }
 
 impl Experts<'_> {
-    /// Adds the expert tensors of the layer, if it has any, to `tensors`.
+    /// Adds the expert tensors of the layer to `tensors`, if the layer has any.
     pub fn add(&self, tensors: &mut BTreeMap<String, ModelTensor>) -> Result<()> {
         let module = format!("{}.{}.mlp.experts", self.layout.outer.layers, self.layer);
         let stack = |matrix: &str| vec![format!("blk.{}.ffn_{matrix}_exps.weight", self.layer)];

@@ -52,7 +52,7 @@ impl GgufHeader {
         Self::parse_head(bytes, bytes.len() as u64)
     }
 
-    /// Parses the header from `bytes`, the fetched beginning of a file with `file_bytes` bytes.
+    /// Parses the header from `bytes`, the beginning of a file with `file_bytes` bytes.
     /// Fails with [`NeedsMoreBytes`] if the header is longer than `bytes`.
     pub(super) fn parse_head(bytes: &[u8], file_bytes: u64) -> Result<Self> {
         let mut cursor = Cursor::from_head(bytes, file_bytes);
@@ -173,8 +173,8 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    // Check the size in bytes for overflow. Here, too, count a dimension of 0 after the first as 1, so that it hides no
-    // overflow.
+    // The size in bytes may overflow even if the number of elements does not.
+    // As above, count a dimension of 0 as 1, except the row length.
     let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
     let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
     let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {

@@ -46,7 +46,8 @@ impl<'c> ArchitectureKeys<'c> {
     }
 
     /// Returns the head size. The default is the hidden size divided by the number of heads.
-    /// Fails if this default is not an integer, or if keys and values have different head sizes.
+    /// Fails if this default is not an integer, if keys and values have different head sizes, or if the metadata lacks
+    /// the hidden size or the number of heads.
     pub fn head_dim(&self) -> Result<u64> {
         let (heads, hidden) = (self.file.head_counts()?.0 as u64, self.required_size("embedding_length")?);
         let head_dim = match self.size("attention.key_length")? {
@@ -81,6 +82,7 @@ impl<'c> ArchitectureKeys<'c> {
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
     /// A period of 0 means full attention in every layer.
     /// If the key is missing, `default_period` is used as the period.
+    /// Fails if a list does not have exactly one value per layer.
     pub fn layer_types(&self, default_period: u64) -> Result<Value> {
         let key = self.key("attention.sliding_window_pattern");
         let metadata = self.file.metadata();
@@ -102,6 +104,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 
     /// Returns the `rope_scaling` object of config.json, or `None` if the file has no RoPE factors and no RoPE scaling.
+    /// Fails if RoPE factors are not finite or have the wrong length, or if the scaling type is not supported.
     pub fn rope_scaling(&self) -> Result<Option<Value>> {
         let rotated = self.size("rope.dimension_count")?.unwrap_or(self.head_dim()?);
         let factors = |name: &str| -> Result<Option<Vec<f64>>> {
@@ -123,7 +126,8 @@ impl<'c> ArchitectureKeys<'c> {
             Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency, which LongRoPE can express.
+        // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency.
+        // LongRoPE also divides each frequency, so use these divisors as its short factors and as its long factors.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({

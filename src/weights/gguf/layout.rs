@@ -8,14 +8,14 @@ use serde_json::{Map, Value};
 use super::keys::ArchitectureKeys;
 use super::tensor_names::{LayerTensorName, ROPE_FACTOR_TENSORS};
 
-/// A function that adds the config.json fields specific to one architecture.
+/// A function that adds, changes or removes the config.json fields that depend on the architecture.
 pub type AddFields = fn(&ArchitectureKeys, &mut Map<String, Value>) -> Result<()>;
 
 /// The differences between the GGUF files of one architecture and a Hugging Face checkpoint.
 pub struct ArchitectureLayout {
     /// The value of `general.architecture`.
     pub name: &'static str,
-    /// The value of `model_type` in config.json.
+    /// The value of `model_type` in config.json, unless `add_fields` replaces it.
     pub model_type: &'static str,
     /// Whether the rows of q_proj and k_proj are permuted within each head in the GGUF file.
     /// The permutation makes the two rows of each RoPE pair adjacent.
@@ -25,7 +25,6 @@ pub struct ArchitectureLayout {
     pub norms_plus_one: bool,
     /// Whether the Hugging Face checkpoint stores layer matrices transposed, as in the `Conv1D` layers of GPT-2.
     pub is_transposed: bool,
-    /// The Hugging Face names of the tensors outside the layers.
     pub outer: &'static OuterNames,
     /// The GGUF and Hugging Face names of layer tensors. Names in `parts` take precedence over `standard_parts`.
     pub parts: &'static [(&'static str, &'static str)],
@@ -33,7 +32,6 @@ pub struct ArchitectureLayout {
     pub standard_parts: &'static [(&'static str, &'static str)],
     /// The GGUF names of the layer tensors that may have a bias.
     pub biased: &'static [&'static str],
-    /// The function that adds the fields of this architecture to config.json.
     pub add_fields: AddFields,
 }
 

@@ -11,7 +11,7 @@ pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
 pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
 /// The format's limit on the length of a tensor name, in bytes.
 pub const MAX_NAME_BYTES: usize = 64;
-/// The maximum number of values in an array. The longest arrays are BPE merges: gpt-oss has about 450,000.
+/// The maximum number of values in an array. For comparison: gpt-oss has an array of about 450,000 BPE merges.
 pub const MAX_ARRAY_VALUES: u64 = 1 << 22;
 /// The format's limit on the number of dimensions of a tensor.
 pub const MAX_DIMENSIONS: u32 = 4;
@@ -19,7 +19,8 @@ pub const MAX_DIMENSIONS: u32 = 4;
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 /// The maximum total size of the headers of a split model, in bytes.
 /// llama.cpp's `gguf-split` writes the vocabulary only to the first part, so the other headers are short.
-/// For parts on a hub, all bytes that were fetched to parse the headers count: at least 1 MiB of each larger file.
+/// For parts on a hub, all bytes that were fetched to parse the headers count.
+/// These are at least 1 MiB per part, or the whole part if it is smaller.
 pub const MAX_SPLIT_HEADER_BYTES: u64 = 256 << 20;
 /// The maximum number of rotated elements per head for which RoPE factors are read.
 /// For comparison: attention supports head sizes up to 256.

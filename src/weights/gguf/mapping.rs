@@ -14,8 +14,9 @@ use crate::text::{counted, excerpt};
 use crate::weights::tensor_info::TensorInfo;
 
 /// Returns the tensors of the model, keyed by Hugging Face name.
-/// Fails if the architecture is not supported, or if a tensor is not part of the architecture.
-/// Also fails if the layer number or the shape of a tensor is invalid.
+/// Fails if the architecture is not supported, or if the number of layers or heads is missing or invalid.
+/// Also fails if a tensor is not part of the architecture or has an invalid layer number, or if the experts of a layer
+/// are incomplete or differ in shape. The shapes of most other tensors are checked only when the tensors are loaded.
 pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor>> {
     let layout = architectures::find(file.architecture()?)?;
     let layers = file.block_count()?;
@@ -54,7 +55,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
     Ok(tensors)
 }
 
-/// Returns a model tensor that is built from only one GGUF tensor, `name`.
+/// Returns the model tensor that is built from the single GGUF tensor `name`.
 fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Result<ModelTensor> {
     let info = file.required(name)?;
     let part = LayerTensorName::parse(name).map(|name| name.part);
@@ -65,7 +66,8 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         let length = shape.first().copied().unwrap_or(0);
         if heads == 0 || length == 0 || !length.is_multiple_of(2 * heads) {
             bail!(
-                "cannot split {} into {} of even size (attention.head_count, attention.head_count_kv)",
+                "cannot split {} into {} with an even number of rows each; check attention.head_count and \
+                 attention.head_count_kv",
                 counted(length, "row"),
                 counted(heads, "head")
             );

@@ -190,11 +190,10 @@ impl<'c> Array<'c> {
             _ => drop(end.take(len * element.min_bytes())?),
         }
         let bytes = cursor.take((end.position() - cursor.position()) as u64)?;
-        // Each value takes at least one byte of `bytes`, so the length fits in a usize.
+        // The length fits in a usize, because it is at most `MAX_ARRAY_VALUES`.
         Ok(Self { element, len: len as usize, bytes })
     }
 
-    /// Returns the values in order.
     pub fn values(self) -> impl Iterator<Item = Result<Value<'c>>> {
         let mut cursor = Cursor::at(self.bytes, 0);
         (0..self.len).map(move |_| Value::read(&mut cursor, self.element))
@@ -209,7 +208,7 @@ pub struct ValueLocation {
 }
 
 impl ValueLocation {
-    /// Reads the type at the cursor, skips the value that follows, and returns its location.
+    /// Reads the type at the cursor, checks and skips the value that follows, and returns the location of the value.
     pub fn read(cursor: &mut Cursor) -> Result<Self> {
         let kind = ValueType::from_id(cursor.u32()?)?;
         let location = Self { kind, start: cursor.position() };
@@ -218,7 +217,8 @@ impl ValueLocation {
     }
 }
 
-/// The metadata of a file. Getters return `None` for a missing key. Typed getters fail for a value of another type.
+/// The metadata of a file. Getters return `None` for a missing key.
+/// Typed getters fail if the value cannot be converted to their type.
 #[derive(Clone, Copy)]
 pub struct GgufMetadata<'c> {
     bytes: &'c [u8],
@@ -254,7 +254,8 @@ impl<'c> GgufMetadata<'c> {
         self.scalar(key, "a boolean", Value::bool)
     }
 
-    /// Returns a float. Fails for infinity and NaN, which are invalid for every scalar key that inferno reads.
+    /// Returns an F32 value, or an F64 value rounded to f32.
+    /// Fails for infinity and NaN, which are invalid for every scalar key that inferno reads.
     pub fn f32(&self, key: &str) -> Result<Option<f32>> {
         self.scalar(key, "a finite float", |value| value.f32().filter(|value| value.is_finite()))
     }

@@ -2,9 +2,11 @@
 //!
 //! Source: the format specification (ggml-org/ggml, `docs/gguf.md`).
 //!
-//! candle's GGUF parser is not used, because it panics on an alignment of 0 and trusts the counts in a file.
-//! inferno's parser checks every count, length and offset before using it, so a malicious file results in an error.
-//! The bytes of the header stay in memory. Strings and arrays in the header are parsed when they are requested.
+//! candle's GGUF parser is not used, because it panics on an alignment of 0 and accepts duplicate names and overlapping
+//! tensors. inferno's parser checks every count, length and offset before using it, so a malicious file causes an error
+//! instead of a panic or a huge allocation.
+//!
+//! The bytes of the header stay in memory, and a metadata value is read from them whenever it is requested.
 //! The constants in [`limits`] bound the memory that a parsed header takes.
 
 mod architectures;

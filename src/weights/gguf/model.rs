@@ -1,10 +1,11 @@
 //! Presents a GGUF file as a checkpoint whose tensors have their Hugging Face names.
 //!
-//! Quantized matrices stay quantized ([`GgufModel::quantized`]), except MXFP4 matrices and the matrices that
-//! [`GgufModel::matrix_shape`] excludes.
-//! MXFP4 experts of gpt-oss stay packed ([`GgufModel::packed`]).
-//! All other tensors are loaded as floats ([`GgufModel::float`]),
-//! or quantized during loading ([`GgufModel::rows_to_quantize`]).
+//! There are four ways to load a tensor:
+//! - [`GgufModel::quantized`]: keeps a quantized matrix quantized, unless it is an MXFP4 matrix or
+//!   [`GgufModel::matrix_shape`] excludes it
+//! - [`GgufModel::packed`]: keeps the MXFP4 experts of gpt-oss packed
+//! - [`GgufModel::rows_to_quantize`]: quantizes a matrix during loading
+//! - [`GgufModel::float`]: converts a tensor to floats
 
 use std::collections::BTreeMap;
 
@@ -71,7 +72,7 @@ impl GgufModel {
         if is_unchanged { self.file.view(&tensor.sources[0]).map(Some) } else { Ok(None) }
     }
 
-    /// Returns the type of the first GGUF tensor that a model tensor is built from.
+    /// Returns the ggml type of the first GGUF tensor that the model tensor `name` is built from.
     pub fn stored_type(&self, name: &str) -> Option<GgmlType> {
         self.file.info(self.tensors.get(name)?.sources.first()?).map(|info| info.ggml_type)
     }
@@ -118,8 +119,8 @@ impl GgufModel {
 
     /// Returns the rows and columns of a matrix `[out, in]`.
     /// Stacked matrices count as one matrix with their rows combined.
-    /// Returns `None` for tensors that are not matrices, for packed MXFP4 tensors,
-    /// for stacked matrices that are transposed, and for a matrix whose source tensors have different types.
+    /// Returns `None` for vectors, interleaved biases, packed MXFP4 tensors and stacks of transposed matrices,
+    /// and for a matrix whose source tensors have different types.
     pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
         let tensor = self.required(name)?;
         let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
@@ -184,7 +185,7 @@ impl GgufModel {
         let tensor = self.required(name)?;
         let rows = self.source_rows(tensor)?;
         let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
-        // Limit the row length. A malicious tensor with 0 rows can declare a huge row length.
+        // Limit the row length, because a malicious tensor with 0 rows can declare a huge one.
         let columns = rows.columns.min(tensor.info.elements()).max(1);
         let shape = (tensor.info.elements() / columns, columns);
         let values = convert_all(shared, name, shape, |row, buffer, values: &mut [T]| {
@@ -253,14 +254,14 @@ impl GgufModel {
 
 /// The rows of a tensor, read from its source tensors.
 struct SourceRows<'c> {
-    /// The GGUF type and the rows of each source tensor.
+    /// The ggml type and the rows of each source tensor.
     sources: Vec<(GgmlType, StoredRows<'c>)>,
     columns: usize,
     mapping: RowMapping,
 }
 
 impl SourceRows<'_> {
-    /// Returns the GGUF type and the bytes of one row. The bytes may be stored in `buffer`.
+    /// Returns the ggml type and the bytes of one row. The bytes may be stored in `buffer`.
     fn get<'b>(&'b self, row: usize, buffer: &'b mut RowBuffer) -> Result<(GgmlType, &'b [u8])> {
         let (source, row) = match self.mapping {
             RowMapping::Identity => (0, row),
@@ -274,7 +275,7 @@ impl SourceRows<'_> {
             }
         };
         let (ggml_type, rows) = &self.sources[source];
-        // The source tensors contain all rows, because `map_tensors` computed the tensor's shape from their shapes.
+        // This row exists, because `map_tensors` computed the tensor's shape from the shapes of its sources.
         Ok((*ggml_type, rows.row(row, buffer)?))
     }
 }

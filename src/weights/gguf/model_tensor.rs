@@ -29,7 +29,8 @@ pub enum RowMapping {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transform {
     None,
-    /// Treats each element of the source as one row. For biases, which can be a vector or stacked: `[experts, rows]`.
+    /// Treats each element of the source as one row, so that the row mapping reorders the elements of a bias.
+    /// The bias is a vector, or has the shape `[experts, rows]`.
     Vector,
     /// Subtracts 1, because the file stores each norm weight as the Hugging Face value plus 1.
     MinusOne,
@@ -41,8 +42,8 @@ pub enum Transform {
     Mxfp4Scales,
 }
 
-/// Returns the dtype that [`TensorInfo`] reports for a tensor of a GGUF type. Quantized types are reported as F32.
-/// The MXFP4 experts of gpt-oss are an exception: loading splits them into U8 tensors.
+/// Returns the dtype that [`TensorInfo`] reports for a tensor of a ggml type: F32 if the type is quantized.
+/// For the MXFP4 experts of gpt-oss, `experts.rs` replaces this dtype with U8.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,

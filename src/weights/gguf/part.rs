@@ -13,8 +13,8 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::GgufMetadata;
 use crate::weights::reading::{ByteRange, StoredBytes, WeightsFile};
 
-/// The numbers of bytes that [`read_header`] reads from the start of a file, smallest first.
-/// [`read_header`] stops at the first size that contains the whole header.
+/// The sizes in bytes of the file beginnings that [`read_header`] tries to parse, smallest first.
+/// [`read_header`] skips sizes that are known to be too small, and stops when the whole header has been read.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a GGUF model, with its parsed header.
@@ -39,7 +39,7 @@ impl GgufPart {
         let source = WeightsFile::open(&path)?;
         let read = |range: Range<u64>| source.read_to_vec(range.start, (range.end - range.start) as usize);
         let (header, mut head) = read_header(&path.display().to_string(), source.bytes(), &read)?;
-        // Discard the bytes from the first tensor on, which follow the header.
+        // Discard the tensor data that was read together with the header.
         let data = header.tensors.values().map(|info| info.range().start).min();
         head.truncate(data.unwrap_or(head.len()));
         head.shrink_to_fit();
@@ -50,7 +50,7 @@ impl GgufPart {
         self.header.metadata(&self.head)
     }
 
-    /// Returns the bytes of a tensor, or `None` if the file is remote and the tensor was not fetched.
+    /// Returns the location of a tensor's bytes, or `None` if the file is remote and the tensor was not fetched.
     pub fn tensor(&self, info: &GgufTensorInfo) -> Option<StoredBytes<'_>> {
         let range = info.range();
         match &self.data {
@@ -69,6 +69,7 @@ impl GgufPart {
 /// Reads and parses the header of a file with `file_bytes` bytes. Returns the header and all bytes that were read.
 ///
 /// `read` returns a range of the file. This function calls `read` up to four times, until the header is complete.
+/// Fails if the header is invalid or larger than [`MAX_HEADER_BYTES`].
 pub fn read_header(
     name: &str,
     file_bytes: u64,

@@ -1,7 +1,7 @@
 //! Models that are split into several GGUF files (parts), such as `name-00001-of-00003.gguf`.
 //!
 //! Each part stores its number, counted from 0, in `split.no`, and the number of parts in `split.count`.
-//! The total number of tensors in all parts is stored in `split.tensors.count`.
+//! It can also store the total number of tensors in all parts, in `split.tensors.count`.
 
 use std::path::Path;
 
@@ -14,7 +14,9 @@ use crate::snapshot::gguf::{MAX_PARTS, PartName};
 use crate::text::{counted, size};
 
 /// Opens all parts of a split model, given the path of any part. Returns the parts in order.
-/// A model that is not split has a single part. Fails if a part is missing or does not belong to the model.
+/// A model that is not split has a single part.
+/// Fails if a part is missing, has the wrong name or belongs to another model.
+/// Also fails if the number of tensors differs from the metadata, or if the parts together exceed a limit.
 pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>> {
     let first = opener.open(path)?;
     let split = SplitInfo::read(&first)?;

@@ -1,7 +1,7 @@
 //! The names of layer tensors and of RoPE factors in GGUF files.
 
 /// The names of the tensors with RoPE factors for all contexts, for short contexts, and for long contexts.
-/// RoPE factors do not count as parameters or weights, because Hugging Face models store them in config.json.
+/// RoPE factors do not count as parameters or weights, because Hugging Face models have no tensors for them.
 pub const ROPE_FACTOR_TENSORS: [&str; 3] =
     ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 
@@ -14,11 +14,11 @@ pub struct LayerTensorName<'n> {
 }
 
 impl<'n> LayerTensorName<'n> {
-    /// Parses a tensor name. Returns `None` if the name does not have the form of a layer tensor's name.
+    /// Parses a tensor name. Returns `None` if the name does not have the form `blk.N.part.suffix`.
     pub fn parse(name: &'n str) -> Option<Self> {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (part, suffix) = rest.rsplit_once('.')?;
-        // Reject the spellings `+1` and `01`, which `parse` accepts, so that a tensor has only one name.
+        // `str::parse` also accepts `+1` and `01`. Reject them, so that a tensor has only one name.
         let layer = layer.parse().ok().filter(|number: &usize| number.to_string() == layer)?;
         Some(Self { layer, part, suffix })
     }

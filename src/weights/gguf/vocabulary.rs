@@ -10,6 +10,7 @@ use crate::tokenizer::gguf::Vocabulary;
 
 impl GgufCheckpoint {
     /// Returns the vocabulary in the file, or `None` if the file has no vocabulary.
+    /// Fails if the tokens are missing, or if a value has the wrong type.
     pub fn vocabulary(&self) -> Result<Option<Vocabulary<'_>>> {
         let metadata = self.metadata();
         match metadata.string("tokenizer.ggml.model")? {
@@ -19,13 +20,15 @@ impl GgufCheckpoint {
     }
 
     /// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
-    /// Returns `None` if the file has no chat template with this name.
+    /// Returns `None` if the file does not have this template. Fails if the template is too large.
     pub fn chat_template(&self, name: Option<&str>) -> Result<Option<&str>> {
         chat_template(&self.metadata(), name)
     }
 }
 
-/// Returns the vocabulary in the metadata without validating it. `Tokenizer::from_gguf` validates the vocabulary.
+/// Returns the vocabulary in the metadata.
+/// Fails if the model type or the tokens are missing, or if a value has the wrong type.
+/// `Tokenizer::from_gguf` validates the contents.
 pub fn vocabulary<'c>(metadata: &GgufMetadata<'c>) -> Result<Vocabulary<'c>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| metadata.u32(&key(name));
@@ -50,6 +53,7 @@ pub fn vocabulary<'c>(metadata: &GgufMetadata<'c>) -> Result<Vocabulary<'c>> {
 }
 
 /// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
+/// Returns `None` if the metadata does not have this template.
 /// Fails if the template is larger than `MAX_CHAT_TEMPLATE_BYTES`.
 pub fn chat_template<'c>(metadata: &GgufMetadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
     let key = match name {

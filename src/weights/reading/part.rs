@@ -13,7 +13,7 @@ use super::source::StoredBytes;
 #[derive(Clone, Debug)]
 pub struct TensorPart {
     pub axis: Axis,
-    /// The ranges of rows or columns to load, in loading order.
+    /// The ranges of rows or columns to load. The loaded part contains them in this order.
     pub ranges: Vec<Range<usize>>,
     /// The number of rows or columns of the whole tensor in the file.
     pub total: usize,
@@ -69,9 +69,9 @@ impl Slice {
         })
     }
 
-    /// Returns whether the runs of bytes that ranks need are too short for separate reads: the tensor has several rows
-    /// (see [`row_bytes`](Self::row_bytes)), and a rank needs, on average, less than [`MIN_RUN_BYTES`] of a row.
-    /// The ranks should then read whole rows together. The result is the same on all ranks.
+    /// Returns whether the ranks should read whole rows together, because each rank needs only short runs of bytes.
+    /// This is the case if the tensor has several rows (see [`row_bytes`](Self::row_bytes)), and a rank needs less than
+    /// [`MIN_RUN_BYTES`] of a row on average. The result is the same on all ranks.
     /// `stored` is the shape of the tensor in the file.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
         let outer: usize = stored[..self.dim].iter().product();
@@ -131,12 +131,12 @@ impl Slice {
     }
 }
 
-/// The approximate minimum number of bytes to read with one system call.
-/// Instead of a shorter run of bytes, most reads fetch the whole row that contains the run.
+/// The approximate minimum number of bytes that are worth a system call of their own.
+/// If only a shorter run of bytes is needed, most reads fetch the whole row that contains the run.
 pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {
-    /// Returns `bytes` bytes of the tensor, from byte `start` of the tensor on.
+    /// Returns `bytes` bytes of the tensor, starting at byte `start`.
     fn read_range(&self, start: usize, bytes: usize) -> Result<Cow<'_, [u8]>> {
         Ok(match self {
             Self::File(range) => range.source.read_to_vec(range.start + start as u64, bytes)?.into(),

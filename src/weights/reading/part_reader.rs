@@ -1,6 +1,6 @@
 //! Uses several threads to read large tensors, or parts of them, to a device.
 //!
-//! Each thread takes the next piece, reads it into a staging buffer, and queues the copy to the device.
+//! Each thread takes the next piece of the tensor, reads it into a staging buffer, and queues the copy to the device.
 //! If the part has short runs of bytes in each row, a thread reads whole rows and keeps only these runs.
 
 use std::ops::Range;
@@ -119,7 +119,7 @@ impl<T: UploadTarget> PartReader<T> {
         })
     }
 
-    /// Returns staging buffers of at least `bytes` bytes. Reuses free buffers unless `bytes` exceeds `piece_bytes`.
+    /// Returns staging buffers of at least `bytes` bytes each. Reuses free ones if `bytes` is at most `piece_bytes`.
     fn take_staging(&self, bytes: usize) -> Result<T::Staging> {
         let kept = self.staging.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match kept {
@@ -161,8 +161,8 @@ impl PartRuns {
     }
 
     fn has_long_runs(&self) -> bool {
-        // Accept runs of half the limit: `Slice::has_short_runs` compares the limit only with the average number of bytes
-        // of a row that a rank needs, so single runs can be shorter.
+        // Single runs can be shorter than the limit of `Slice::has_short_runs`, which applies to the average over all
+        // ranks. Accept runs of half the limit.
         self.rows == 1 || self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES / 2)
     }
 

@@ -1,10 +1,10 @@
 //! Background threads that read tensors before they are requested.
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
-//! The threads read the tensors in the order of the list passed to [`ReadAheadReader::start`].
-//! If [`ReadAheadReader::take`] needs a tensor whose read has not started, the threads read that tensor next.
-//! The read-ahead limit does not apply to that tensor, because `take` could otherwise wait forever.
-//! [`ReadAheadReader::take`] returns once all copies of its tensor are queued. The copies may still be running.
+//! The threads read the tensors in the order of the list passed to [`ReadAheadReader::start`], except that a tensor
+//! for which [`ReadAheadReader::take`] waits is read next. The read-ahead limit does not apply to this tensor, because
+//! tensors that are taken later may already have used up the limit, and `take` would then wait forever.
+//! `take` returns once all copies of its tensor are queued. The copies may still be running.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,21 +17,22 @@ use candle_core::{DType, Tensor};
 use super::source::{ByteRange, WeightsFile};
 use crate::kernels::upload::UploadTarget;
 
-/// A request to read one tensor.
+/// A request to read one tensor, or several tensors that are stacked into one.
 pub struct ReadRequest {
     pub name: String,
-    /// The byte ranges of the tensor, in order. No range is empty. Stacked q, k and v projections have one range each.
+    /// The byte ranges to read, in order: one range for each tensor of a stack. No range is empty.
     pub ranges: Vec<ByteRange>,
     pub residency: Residency,
 }
 
-/// Whether a tensor that was read takes about the same memory after loading.
+/// Whether a tensor that is read ahead takes memory that the loaded model does not need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Residency {
-    /// The model keeps the tensor unchanged, or repacks it to about the same size (MXFP4 experts).
-    /// Small tensors, such as norms and biases, may be converted. Reading early takes little or no extra memory.
+    /// The model keeps the tensor, or a repacked, stacked or transposed copy of about the same size.
+    /// Norms, biases and other small tensors may become larger F32 copies.
+    /// Reading the tensor early takes little or no extra memory, so it does not count toward the read-ahead limit.
     Permanent,
-    /// The tensor is converted and then freed. The total size of temporary tensors that are read ahead is limited.
+    /// The tensor is freed after it is converted to another dtype. It counts toward the read-ahead limit.
     Temporary,
 }
 
@@ -40,10 +41,11 @@ pub enum Residency {
 pub struct ReadAheadOptions {
     pub threads: usize,
     /// The maximum number of bytes that a thread reads and copies at a time.
+    /// A [`PartReader`](super::PartReader) that reads whole rows may exceed it.
     pub piece_bytes: usize,
-    /// The limit on the total size of temporary tensors that are in memory but not yet taken, in bytes.
-    /// Requested tensors may exceed the limit.
-    /// A tensor larger than the limit is read ahead only if no other temporary tensor is in memory.
+    /// The read-ahead limit: the maximum total size of temporary tensors that were read but not yet taken, in bytes.
+    /// A requested tensor may exceed the limit.
+    /// A temporary tensor larger than the limit is read ahead only if no other one is waiting to be taken.
     pub ahead_bytes: usize,
 }
 
@@ -69,7 +71,7 @@ struct ReadAheadState<T: UploadTarget> {
     read_requests: Vec<ReadRequest>,
     options: ReadAheadOptions,
     queue: Mutex<Queue<T::Memory>>,
-    /// Notified when the queue changes so that a waiting thread may continue.
+    /// Notified after each change to the queue that a thread may be waiting for.
     changed: Condvar,
 }
 
@@ -81,7 +83,7 @@ struct Queue<M> {
     next: usize,
     /// The indices of allocated tensors with unread pieces, each with the offset of the next piece to read.
     open: VecDeque<(usize, usize)>,
-    /// The total size of temporary tensors that are in memory but not yet taken, in bytes.
+    /// The total size of temporary tensors whose reads have started and that are not yet taken, in bytes.
     ahead_bytes: usize,
     failure: Option<String>,
     stopped: bool,
@@ -91,7 +93,7 @@ struct Queue<M> {
 enum TensorState<M> {
     /// The tensor was not requested, and its read has not started.
     Idle,
-    /// The tensor is requested or next in the list, but its memory is not allocated yet.
+    /// The tensor was requested, or is the next to be read ahead, but its memory is not allocated yet.
     Chosen,
     /// The tensor is being read. `left` is the number of bytes whose copies are not yet queued.
     Reading {
@@ -146,8 +148,11 @@ impl<T: UploadTarget> ReadAheadReader<T> {
         self.names.contains_key(name)
     }
 
-    /// Waits until all copies of a listed tensor are queued, and returns the tensor.
+    /// Waits until all copies of a tensor are queued, and returns the tensor.
     /// A tensor that is taken twice is read twice.
+    ///
+    /// Fails if the tensor is not in the read-ahead list, if its size does not match `dtype` and `shape`,
+    /// or if a thread has failed to read this or any other tensor.
     pub fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let Some(&index) = self.names.get(name) else { bail!("tensor {name} is not in the read-ahead list") };
         let memory = self.shared.take(index)?;
@@ -242,7 +247,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
                 queue = self.wait(queue);
                 continue;
             };
-            // Release the queue's lock, because the driver may take a long time to allocate memory.
+            // Release the lock during the allocation, because the driver may take a long time to allocate memory.
             let request = &self.read_requests[tensor];
             queue.ahead_bytes += request.temporary_bytes();
             drop(queue);
@@ -274,8 +279,8 @@ impl<T: UploadTarget> ReadAheadState<T> {
         Some(ReadJob { tensor, memory, offset, source, start, bytes })
     }
 
-    /// Chooses the index of the next tensor to read.
-    /// Returns `None` if no tensors are left, or if the next tensor would exceed the limit for temporary tensors.
+    /// Chooses the next tensor to read ahead, and returns its index.
+    /// Returns `None` if no tensors are left, or if the next tensor would exceed the read-ahead limit.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.read_requests.len() {
             let tensor = queue.next;
@@ -325,7 +330,8 @@ impl ReadRequest {
         if self.residency == Residency::Temporary { self.bytes() } else { 0 }
     }
 
-    /// Returns the byte range that contains the tensor's byte at `offset`, and the offset within that range.
+    /// Returns the byte range that contains the tensor's byte at `offset`, and the offset of the byte in that range.
+    /// Returns `None` if `offset` is past the end of the tensor.
     fn range_at(&self, offset: usize) -> Option<(&ByteRange, usize)> {
         let mut range_start = 0;
         self.ranges.iter().find_map(|range| {

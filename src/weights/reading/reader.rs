@@ -1,4 +1,4 @@
-//! The threads of a rank that can read the tensors of safetensors files. `WeightsBuilder` chooses among them.
+//! Which threads of a rank read the tensors of safetensors files. `WeightsBuilder` chooses the threads.
 
 use std::sync::Arc;
 
@@ -13,24 +13,27 @@ use super::source::ByteRange;
 use crate::kernels::upload::UploadTarget;
 use crate::world::World;
 
-/// Reads the tensors of safetensors files on one rank.
+/// How one rank reads the tensors of safetensors files.
 #[derive(Clone)]
 pub struct RankReader {
     pub threads: ReaderThreads,
-    /// The rank that reads. Each read counts as progress of this rank, so that no other rank gives up waiting for it.
+    /// The rank that reads, even if it loads whole tensors (`Weights::undivided`).
+    /// Each tensor that it reads counts as progress, so that the other ranks do not give up waiting for this rank.
     pub world: World,
 }
 
 /// Which threads read the tensors of safetensors files.
+/// E4M3 tensors, the matrices and scales of compressed-tensors, and matrices that are quantized during loading are
+/// exceptions: the code that converts them also reads them.
 #[derive(Clone)]
 pub enum ReaderThreads {
     /// The thread that requests a tensor.
     Caller,
-    /// Background threads, which read tensors before they are requested.
-    /// They stop when the last clone of the weights is dropped.
+    /// Background threads, which read the tensors of the read-ahead list before they are requested.
+    /// The caller reads all other tensors. The threads stop when the last clone of the weights is dropped.
     Ahead(Arc<dyn TensorReader>),
-    /// Several threads, which together read each large tensor, or each large part of a tensor that this rank needs.
-    /// The caller reads everything else.
+    /// Several threads, which together read each tensor of which this rank needs a large part.
+    /// Other tensors are read by the caller, or by the threads of [`SharedReads`].
     Parts(Arc<dyn PartSource>),
 }
 

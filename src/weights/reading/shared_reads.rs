@@ -1,18 +1,19 @@
-//! Divides the reads of a tensor among the ranks that need it, instead of reading the same bytes once per rank.
+//! Divides the reads of a tensor among the ranks, so that bytes that several ranks need are read only once.
 //!
 //! All ranks need some tensors whole, such as embeddings and norms.
 //! If a matrix is divided by columns, each rank may need only a short run of bytes in each row, and reading only these
 //! runs from the file would cost one system call per row.
 //! In both cases, each rank reads a part of the tensor to host memory, and all ranks copy what they need from there.
 //!
-//! If N ranks share the reads of a matrix, and each needs 1/N of its columns, each rank copies 2/N of its bytes:
+//! If N ranks share the reads of a matrix, and each rank needs 1/N of the columns, each rank copies 2/N of the matrix:
 //! 1/N from the page cache to host memory, and 1/N from host memory to a staging buffer.
-//! If each rank read the whole matrix instead, each rank would copy 1 + 1/N of the bytes.
+//! If each rank read the matrix alone, it would copy the whole matrix to host memory, and 1/N to a staging buffer.
 //!
-//! The rows of quantized matrices and of tensors in GGUF files are converted on the host. Each rank reads and converts
-//! some of the rows, and all ranks copy what they need from the converted rows.
-//! There are two exceptions, in which each rank converts its own rows alone: quantized matrices that are not divided by
-//! columns, and float tensors of GGUF files that are divided along their first dimension and are not transposed.
+//! Quantized matrices and most tensors of GGUF files are converted on the host. Each rank reads and converts some of
+//! the rows, and all ranks copy what they need from the converted rows. There are two exceptions:
+//! - If a quantized matrix is not divided by columns, each rank converts the rows that it needs alone.
+//! - If a float tensor of a GGUF file is divided along its first dimension and is not transposed, each rank that needs
+//!   a part converts the whole tensor alone.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -33,7 +34,7 @@ const SEGMENT_BYTES: usize = 64 << 20;
 /// The minimum number of bytes per reading thread (the last thread may read fewer). Short reads use fewer threads.
 const MIN_THREAD_BYTES: usize = 1 << 20;
 
-/// The unit, in bytes, in which ranks divide the reads of a tensor that all ranks need whole.
+/// The unit, in bytes, in which ranks divide the reads of a tensor if each rank gets the whole tensor.
 pub(super) const PAGE_BYTES: usize = 4096;
 
 /// Reads tensors together with the other ranks. All ranks must read the same tensors in the same order.
@@ -70,8 +71,8 @@ struct RankRows<T> {
 impl SharedReads {
     /// Converts all rows of a tensor together with the other ranks, each rank on all cores.
     ///
-    /// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
-    /// Passes all rows to `each` in order. Each call gets a range of row indices and the values of these rows.
+    /// `convert` converts the row with the given index and fills a slice with the `row_length` converted values.
+    /// `each` receives all rows in order: each call gets a range of row indices and the values of these rows.
     pub fn convert_rows<T: Copy + Default + Send + Sync + 'static>(
         &self,
         name: &str,
@@ -107,7 +108,7 @@ impl SharedReads {
         Ok(())
     }
 
-    /// Reads a tensor together with the other ranks, and passes all its bytes to `each` in order.
+    /// Reads a tensor together with the other ranks, and passes all bytes of the tensor to `each` in order.
     ///
     /// Each call of `each` gets a range of offsets in the tensor and the bytes in that range.
     /// A range consists of whole units of `unit` bytes, except at the end of the tensor.
@@ -163,7 +164,7 @@ impl SharedReads {
         Ok(buffer)
     }
 
-    /// Reads the bytes of a tensor in `range`. Returns a buffer that begins with these bytes.
+    /// Reads a byte range of a tensor. Returns a buffer that begins with these bytes.
     fn read_own(&self, tensor: &ByteRange, range: Range<usize>) -> Result<Arc<Vec<u8>>> {
         let mut buffer = self.take_buffer(range.len())?;
         self.fill(tensor, range.clone(), &mut buffer[..range.len()])?;
@@ -173,7 +174,7 @@ impl SharedReads {
         Ok(buffer)
     }
 
-    /// Reads the bytes of a tensor in `range` to the buffer `bytes`, with several threads if the range is long.
+    /// Reads a byte range of a tensor to the buffer `bytes`, with several threads if the range is long.
     fn fill(&self, tensor: &ByteRange, range: Range<usize>, bytes: &mut [u8]) -> Result<()> {
         let piece = range.len().div_ceil(self.threads.max(1)).max(MIN_THREAD_BYTES);
         let read = |(index, piece_bytes): (usize, &mut [u8])| -> Result<()> {
@@ -197,7 +198,7 @@ impl SharedReads {
 
 /// Converts all rows of a tensor on all cores. If `shared` is given, the ranks convert the rows together.
 ///
-/// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
+/// `convert` converts the row with the given index and fills a slice with the `row_length` converted values.
 pub fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     shared: Option<&SharedReads>,
     name: &str,
@@ -220,8 +221,8 @@ pub fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     Ok(all)
 }
 
-/// Checks that a rank has read the expected tensor.
-/// Fails if the name `read` differs from `name`, or if `length` (bytes or values) differs from `expected`.
+/// Fails if a rank has read another tensor than `name`, or not the `expected` number of bytes or values.
+/// That happens if the ranks do not read the same tensors in the same order.
 fn check(name: &str, read: &str, length: usize, expected: usize) -> Result<()> {
     if read != name {
         bail!("internal error: a rank has read tensor {read} instead of {name}");

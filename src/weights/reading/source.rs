@@ -17,7 +17,7 @@ use half::{bf16, f16};
 use crate::files;
 
 /// The number of bytes that a [`RowBuffer`] reads at a time, unless a row is longer or the tensor ends.
-/// A window of this size fits in a core's L2 cache.
+/// A [`Window`] of this size fits in a core's L2 cache.
 const WINDOW_BYTES: usize = 64 << 10;
 
 /// An open file that contains weights.
@@ -67,6 +67,7 @@ impl WeightsFile {
     }
 
     /// Fills `buffer` with the bytes at `offset` in the file. Fails if the file ends before the buffer is full.
+    /// Errors do not name the file.
     pub(in crate::weights) fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
         while !buffer.is_empty() {
             #[cfg(unix)]
@@ -87,7 +88,7 @@ impl WeightsFile {
         Ok(())
     }
 
-    /// Reads `bytes` bytes at `offset` in the file. A read error names the file.
+    /// Reads `bytes` bytes at `offset` in the file. Unlike errors of [`read`](Self::read), read errors name the file.
     pub(in crate::weights) fn read_to_vec(&self, offset: u64, bytes: usize) -> Result<Vec<u8>> {
         let mut buffer = with_capacity(bytes)?;
         buffer.resize(bytes, 0);
@@ -109,7 +110,7 @@ fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
 #[derive(Clone)]
 pub struct ByteRange {
     pub source: Arc<WeightsFile>,
-    /// The offset of the first byte in the file.
+    /// The offset of the range in the file, in bytes.
     pub start: u64,
     /// The length in bytes.
     pub bytes: usize,
@@ -181,7 +182,7 @@ impl RowSource for StoredRows<'_> {
 }
 
 /// A buffer for one thread that reads rows from files. A read fetches 64 KiB or one row, whichever is longer,
-/// so most short rows that are read in order come from memory.
+/// so a thread that reads short rows in order finds most of them in the buffer.
 #[derive(Default)]
 pub struct RowBuffer {
     /// Two windows, because the rows of a matrix may alternate between two tensors.
@@ -194,7 +195,7 @@ pub struct RowBuffer {
 struct Window {
     /// The file that the bytes come from. `None` if the window is empty.
     source: Option<Arc<WeightsFile>>,
-    /// The offset of the first byte in the file.
+    /// The offset of the window in the file, in bytes.
     start: u64,
     bytes: Vec<u8>,
 }
@@ -219,7 +220,7 @@ impl Window {
 }
 
 impl RowBuffer {
-    /// Returns `bytes` bytes at the offset `start` of a tensor, from a window or from memory if possible.
+    /// Returns `bytes` bytes at the offset `start` of a tensor. Reads the file only if no window contains all of them.
     fn get<'b>(&'b mut self, tensor: &'b StoredBytes, start: usize, bytes: usize) -> Result<&'b [u8]> {
         let ByteRange { source, start: first, bytes: all } = match tensor {
             StoredBytes::Memory(all) => return Ok(&all[start..][..bytes]),

@@ -29,7 +29,7 @@ pub struct SafetensorsCheckpoint {
     compressed: Option<CompressedConfig>,
 }
 
-/// The header entry of a tensor and the location of its data.
+/// The metadata of a tensor and the location of its bytes.
 struct StoredTensor {
     info: TensorInfo,
     /// The index of the tensor's file in `SafetensorsCheckpoint::files`.
@@ -46,8 +46,8 @@ pub struct TensorView<'c> {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens the safetensors files of a directory and reads their headers.
-    /// Of the tensor data, reads only the shapes of packed weights.
+    /// Opens the safetensors files of a directory and reads their headers, the shard index and config.json.
+    /// Does not read tensors, except the shapes of packed weights.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = ShardIndex::read(dir)?;
         let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
@@ -83,7 +83,8 @@ impl SafetensorsCheckpoint {
     }
 
     /// Lists the `weight_packed` of each packed layer as `weight`, with the dtype I8 instead of I32.
-    /// Each I32 holds four 8-bit codes. Fails if `weight_shape` is not the shape of the unpacked matrix.
+    /// Each I32 holds four 8-bit codes. Fails if `weight_shape` is missing or is not the shape of the unpacked matrix,
+    /// or if the layer also has an unpacked `weight`.
     fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();
@@ -93,7 +94,10 @@ impl SafetensorsCheckpoint {
             let name = format!("{module}.weight_packed");
             let shape = self.view(&format!("{module}.weight_shape"))?;
             if shape.info.bytes() != 16 {
-                bail!("tensor {module}.weight_shape: expected two I64 values, found shape {:?}", shape.info.shape);
+                bail!(
+                    "tensor {module}.weight_shape: expected 16 bytes (two I64 values), found another size (shape {:?})",
+                    shape.info.shape
+                );
             }
             let shape = shape.bytes.read()?;
             let unpacked_shape: Vec<u64> =
@@ -125,8 +129,8 @@ impl SafetensorsCheckpoint {
         self.compressed.as_ref()?.scheme(module)
     }
 
-    /// Returns the number of bytes that a packed, quantized or integer tensor takes in memory.
-    /// Returns `None` for a tensor that is loaded as floats.
+    /// Returns the size in memory of a tensor that stays packed, quantized or integer when it is loaded, in bytes.
+    /// Returns `None` for a tensor that is loaded as floats or quantized only during loading.
     /// The size of a quantized matrix includes its scales, so a scale tensor counts as 0 bytes.
     pub fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         let quantized = |name: &str| {
@@ -250,7 +254,7 @@ fn read_header(source: &WeightsFile) -> Result<(usize, Metadata)> {
     Ok((8 + length as usize, metadata))
 }
 
-/// A segment of a tensor name between dots. Numbers sort by value and come before words.
+/// A dot-separated segment of a tensor name. Numbers sort by value and come before words.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Segment<'n> {
     Number(u64),
@@ -265,7 +269,8 @@ pub fn stacked_name(names: &[String]) -> String {
     names.join(" + ")
 }
 
-/// Returns a key that sorts tensors in loading order. For Llama: embedding, layers by number, final norm, output head.
+/// Returns a key that sorts tensors roughly in loading order.
+/// For Llama, the order is: embedding, layers by number, final norm, output head. Within a layer, it is alphabetical.
 /// Sorting by name alone would place layer 10 before layer 2.
 fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
     let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);

@@ -23,7 +23,8 @@ pub struct HeaderTensor<'h> {
     pub bytes: u64,
     /// Whether the file stores the tensor as an I32 tensor named `weight_packed` (compressed-tensors).
     /// For packed tensors, `name`, `dtype`, `shape` and `elements` describe the unpacked I8 `weight`.
-    /// The header does not specify how many values an I32 holds. inferno assumes four, because it supports only 8 bits.
+    /// The header does not specify how many values an I32 holds. inferno assumes four, because it loads packed weights
+    /// only if they have 8 bits.
     pub is_packed: bool,
 }
 
@@ -139,7 +140,8 @@ struct JsonTensor<'h> {
     data_offsets: (u64, u64),
 }
 
-/// A tensor name that is borrowed unless it contains escapes. serde borrows a `Cow` only with `#[serde(borrow)]`.
+/// A tensor name that is borrowed unless it contains escapes.
+/// A type of its own, because serde borrows a `Cow` only in a field with `#[serde(borrow)]`.
 #[derive(Deserialize)]
 struct Name<'h>(#[serde(borrow)] Cow<'h, str>);
 

@@ -460,7 +460,7 @@ fn perplexity_of_broken_weights_is_an_error() {
 #[test]
 fn layers_that_the_config_leaves_out_are_an_error() {
     let model = Model::with_config(|config| config["num_hidden_layers"] = 1.into());
-    let words = ["belongs to layer 1, but num_hidden_layers is 1"];
+    let words = ["belongs to layer 1, but config.json sets the number of layers to 1"];
     model.perplexity().assert_fails(1, &words);
     let extra = |name: &str| {
         let model = Model::new();
