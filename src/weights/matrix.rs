@@ -74,7 +74,8 @@ impl<'c> Weights<'c> {
         match self.quantized(name, experts, rows, columns)? {
             Some(found) => {
                 self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-                Ok(Matrix::Quantized(vec![self.build(&[&found])?]))
+                let built = self.build(&[&found]).with_context(|| format!("cannot load {}", self.full_name(name)))?;
+                Ok(Matrix::Quantized(vec![built]))
             }
             None => Ok(Matrix::Dense(self.float_slice(name, &shape, self.dtype, self.slice(Some(1), Some(2)))?)),
         }
@@ -91,7 +92,8 @@ impl<'c> Weights<'c> {
                 return Ok(Matrix::Dense(Tensor::zeros((rows, columns), self.dtype, &self.device)?));
             }
             self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-            return Ok(Matrix::Quantized(vec![self.build(&[&found])?]));
+            let built = self.build(&[&found]).with_context(|| format!("cannot load {}", self.full_name(name)))?;
+            return Ok(Matrix::Quantized(vec![built]));
         }
         let stored = self.float_slice(name, &[columns, rows], self.dtype, self.slice(Some(1), Some(0)))?;
         Ok(Matrix::Dense(stored.t()?.contiguous()?))

@@ -222,11 +222,12 @@ fn fingerprint(
     info: &ModelInfo,
     prompt_parts: Option<PromptParts>,
 ) -> String {
+    let state = |path: &Path| std::fs::metadata(path).ok().map(|metadata| (metadata.len(), metadata.modified().ok()));
     let requests = checkpoint.read_requests(info.dtype);
-    let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| &range.source);
-    let files: BTreeMap<_, _> = sources.map(|file| (&file.path, (file.bytes(), file.modified()))).collect();
-    let config_json = std::fs::metadata(dir.join("config.json")).ok();
-    let config_json = config_json.map(|metadata| (metadata.len(), metadata.modified().ok()));
+    let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| range.source.path.as_path());
+    let paths = sources.chain(checkpoint.gguf().into_iter().flat_map(|file| file.files()));
+    let files: BTreeMap<_, _> = paths.map(|path| (path, state(path))).collect();
+    let config_json = state(&dir.join("config.json"));
     let quantize = options.quantize.map(|quantize| quantize.to_string());
     let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
     let (dtype, attention) = (info.dtype, info.attention);

@@ -74,7 +74,8 @@ impl GraphCommand {
                 graph.start(*sequence, *position, *token, sampling.clone(), tables)?;
             }
             Self::StartFrom { sequence, tokens, sampling, tables } => {
-                let logits = logits.context("internal error: the last pass did not return exactly one row of logits")?;
+                let logits =
+                    logits.context("internal error: the last pass did not return exactly one row of logits")?;
                 graph.start_from(*sequence, *tokens, logits, sampling.clone(), tables)?;
             }
             Self::SetTables(tables) => graph.set_tables(tables)?,

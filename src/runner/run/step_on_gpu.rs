@@ -47,6 +47,11 @@ impl Runner {
         };
         let Some(logits) = logits else { return Ok(None) };
         meanwhile();
+        // Reading the chosen tokens waits for the step. Without tokens, wait here: the graph's inputs are in words of
+        // `QueuedStepBuffers` that a later step overwrites.
+        if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
+            self.device.synchronize()?;
+        }
         choose_on_device(&mut samplers(sequences), &logits).map(Some)
     }
 

@@ -8,7 +8,6 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor, WithDType};
@@ -47,11 +46,6 @@ impl WeightsFile {
     /// Returns the number of bytes read from the file since it was opened. Bytes that were read twice count twice.
     pub fn read_bytes(&self) -> u64 {
         self.read_bytes.load(Ordering::Relaxed)
-    }
-
-    /// Returns the time of the last change to the file, if the file system stores it.
-    pub fn modified(&self) -> Option<SystemTime> {
-        self.file.metadata().ok()?.modified().ok()
     }
 
     /// On Linux, tells the kernel that `bytes` bytes at `offset` will be read soon. Errors are ignored.

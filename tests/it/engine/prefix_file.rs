@@ -12,6 +12,7 @@ use inferno::{EngineHandle, Error, GenerateOptions};
 use tempfile::tempdir;
 
 use crate::support::engine::{Answer, demo, greedy};
+use crate::support::gguf::models::{demo_as_gguf, saved};
 use crate::support::{demo_dir, relative_error, values};
 
 fn answer(engine: &EngineHandle, prompt: &[u32]) -> Answer {
@@ -106,6 +107,25 @@ fn a_named_pipe_is_no_saved_prefix() {
 fn demo_on(ranks: usize, split: Split, context: usize) -> Engine {
     let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
     Engine::builder(demo_dir()).devices(devices).split(split).context(context).load().unwrap()
+}
+
+#[test]
+fn a_prefix_of_one_gguf_file_is_not_loaded_for_another() {
+    let (folder, model) = saved(&demo_as_gguf());
+    let load = || Engine::builder(&model).device(DeviceChoice::Cpu).context(512).load().unwrap();
+    let path = folder.path().join("a.kv");
+    let engine = load();
+    let prompt = engine.random_tokens(1, 200);
+    answer(&engine, &prompt);
+    assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
+    assert_eq!(load().load_prefix(&path).unwrap(), 192);
+    drop(engine);
+    // The new file has the same name and size. Only a byte of its last tensor differs, and the time of the change.
+    let mut bytes = fs::read(&model).unwrap();
+    let last = bytes.len() - 40;
+    bytes[last] ^= 1;
+    fs::write(&model, bytes).unwrap();
+    assert_eq!(load().load_prefix(&path).unwrap(), 0);
 }
 
 const SPLITS: [(usize, Split); 5] =
