@@ -101,6 +101,10 @@ fn routes(server: &Arc<Server>) -> Router<Arc<Server>> {
     if options.cors_origins.is_empty() { routes } else { routes.layer(cors(&options.cors_origins)) }
 }
 
+/// The response headers that web pages from the origins of `--cors-origin` may read.
+const EXPOSED_HEADERS: [&str; 6] =
+    ["x-request-id", "request-id", "x-inferno-ignored", "x-inferno-joined", "retry-after", "retry-after-ms"];
+
 /// Lets browsers pass responses to web pages from the given origins (CORS).
 fn cors(origins: &[String]) -> CorsLayer {
     let origin = if origins.iter().any(|origin| origin == "*") {
@@ -114,7 +118,7 @@ fn cors(origins: &[String]) -> CorsLayer {
         // Repeat the names of the requested headers, because in the header `Access-Control-Allow-Headers`,
         // the wildcard `*` does not include `Authorization`.
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
+        .expose_headers(EXPOSED_HEADERS.map(HeaderName::from_static))
 }
 
 async fn check_access(State(access): State<Arc<Access>>, mut request: Request, next: Next) -> Response {

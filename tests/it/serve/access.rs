@@ -154,6 +154,8 @@ fn cors_is_off_by_default() {
     let response = server.send("GET", "/v1/models", &[origin, ("Authorization", "Bearer k")], b"");
     assert_eq!((response.status, response.header("access-control-allow-origin")), (200, Some("https://app.example")));
     assert_eq!(response.header("access-control-allow-credentials"), None);
+    let exposed = response.header("access-control-expose-headers").unwrap();
+    assert_eq!(exposed, "x-request-id,request-id,x-inferno-ignored,x-inferno-joined,retry-after,retry-after-ms");
     server.send("GET", "/v1/models", &[origin], b"").error(401);
 }
 
