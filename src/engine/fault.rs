@@ -13,13 +13,13 @@ use crate::runner::{RankFault, Runner};
 pub enum Fault {
     /// The step fails. Later steps are not affected.
     Step,
-    /// The step fails, and no later step works. CUDA behaves like this after an illegal memory access.
+    /// The step fails, and the engine stops, as after an illegal memory access on a GPU.
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails. The rank receives the fault before the planned step, or at once if that step has already begun.
-    /// The first rank then fails in its next pass or use of the decode graph.
-    /// Any other rank fails after the commands that it has already received.
+    /// A rank fails at the time in the [`PlannedFault`]. With [`FaultTime::Step`], the rank receives the fault then:
+    /// the first rank fails in its next pass or use of the decode graph, and any other rank fails after the commands
+    /// that it has already received. A single rank ignores the fault.
     Rank(PlannedFault),
 }
 
@@ -94,8 +94,8 @@ impl FaultPlan {
 
     /// Counts the step that is about to run, and injects the fault if it is due.
     ///
-    /// Returns an error for a fault of the step or of the device. Panics for a fault of the engine thread.
-    /// Sets `is_device_broken` if no later step can run.
+    /// Returns an error for [`Fault::Step`] and [`Fault::Device`], and panics for [`Fault::Panic`].
+    /// For [`Fault::Device`], also sets `is_device_broken`.
     pub fn before_step(&mut self, runner: &Runner, is_device_broken: &mut bool) -> Result<()> {
         self.steps += 1;
         self.inject_into_rank(runner);

@@ -6,12 +6,12 @@
 //! The modules, roughly in the order in which a request passes through them:
 //!
 //! - `loading/`: loads a model and plans its memory; runs once, before the engine thread starts
-//! - `handle/`: the client's side of the engine: submits and replays requests, predicts their starts, scores text,
-//!   and saves and loads cached prefixes
-//! - `requests/`: the request, its sequences on the engine thread, and the events and text of its answers
+//! - `handle/`: the client's side of the engine: submits and replays requests, predicts when a request would start,
+//!   scores text, and saves and loads cached prefixes
+//! - `requests/`: a request, its sequences on the engine thread, and the events and text of its answers
 //! - `engine_loop/`: the engine thread: plans and runs steps, delivers their tokens, and updates counters
 //! - `scheduler/`: decides which tokens of which sequences each step computes
-//! - `blocks/`: assigns blocks of the KV cache to sequences, finds cached prefixes, and reads and writes their files
+//! - `blocks/`: assigns blocks of the KV cache to sequences, finds cached prefixes, and reads and writes prefix files
 //! - `sampling/`: chooses the next token; `constraint/`: restricts the choice to a grammar
 //! - `rank_failure`: tells clients that one of several devices has failed; `fault`: failures that tests inject
 //! - `scripted`: an engine without a model, for tests
@@ -61,14 +61,15 @@ pub use requests::{
 };
 pub use sampling::SamplingParams;
 
-/// How long dropping an engine waits for the engine thread after one of several devices has failed.
-/// After such a failure, the engine thread waits up to 1 s for the threads of the other ranks before it ends.
+/// The maximum time that dropping an engine waits for the engine thread after one of several devices has failed.
+/// The engine thread itself then waits up to 1 s for the threads of the other ranks before it ends.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
 ///
 /// Dereferences to an [`EngineHandle`]. Clone the handle to submit requests from other threads.
 /// Dropping the engine stops the thread and frees the model's memory. Unfinished requests fail.
+/// However, if one of several devices has failed, a thread that hangs keeps the memory until the process ends.
 ///
 /// Example with a blocking iterator:
 ///
@@ -87,15 +88,15 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Returns a builder that loads the model at the path `dir`: a snapshot directory or a GGUF file.
+    /// Returns a builder for an engine with the model at the path `dir`: a snapshot directory or a GGUF file.
     pub fn builder<'o>(dir: impl AsRef<Path>) -> EngineBuilder<'o> {
         EngineBuilder { dir: dir.as_ref().to_path_buf(), options: LoadOptions::default() }
     }
 
     /// Loads the model at the path `dir`, a snapshot directory or a GGUF file, and starts the engine thread.
     ///
-    /// If the architecture is not supported, or if the memory plan exceeds the free memory, fails before any memory is
-    /// allocated for the model.
+    /// If the architecture is not supported, or if the memory plan exceeds the free memory or the memory limit, fails
+    /// before any memory is allocated for the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let model = loading::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
@@ -196,14 +197,14 @@ impl<'o> EngineBuilder<'o> {
     /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
     ///
     /// More sequences can run at once if they are shorter than the context.
-    /// A sequence waits to start while too few blocks are free.
+    /// A sequence waits to start while the KV cache has too few free blocks.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
     }
 
-    /// Sets the maximum number of sequences that run at once. The default is 256.
-    /// The upper limit is 256 or the chunk size, whichever is less.
+    /// Sets the maximum number of sequences that run at once.
+    /// The default is the upper limit: 256 or the chunk size, whichever is less.
     pub fn max_sequences(mut self, max_sequences: usize) -> Self {
         self.options.max_sequences = Some(max_sequences);
         self
@@ -217,7 +218,8 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the prefill chunk size in tokens. The default is the fastest size that fits in memory.
+    /// Sets the prefill chunk size in tokens.
+    /// The default is up to 8,192 on a GPU and up to 256 on a CPU, depending on the free memory and the context.
     pub fn chunk(mut self, chunk: usize) -> Self {
         self.options.chunk = Some(chunk);
         self
@@ -236,8 +238,8 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
-    /// The default is `false`.
+    /// Sets whether answers are deterministic: their tokens and logits do not depend on other requests, prefix caching
+    /// or preemption. The default is `false`.
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.options.deterministic = deterministic;
         self
@@ -245,8 +247,9 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets whether steps can be queued before the tokens of the previous step are known.
     ///
-    /// The default is `true` on a GPU and `false` on a CPU. Change the default only in tests:
-    /// a CPU runs a step as soon as it is queued, and a GPU without queued steps waits for the host.
+    /// The default is `true` on a GPU and `false` on a CPU. [`LoadOptions::queue_steps`] lists exceptions.
+    /// Change the default only in tests: without queued steps, a GPU idles while it waits for the host.
+    /// On a CPU, queuing gains nothing, because a step runs as soon as it is queued.
     pub fn queue_steps(mut self, queue_steps: bool) -> Self {
         self.options.queue_steps = Some(queue_steps);
         self
@@ -254,25 +257,24 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets whether to load the kernels of dense matrix products before the first request. The default is `false`.
     ///
-    /// With this option, loading the model takes longer.
-    /// For gpt-oss-20b on an H200, it takes 0.3 s longer (see docs/benchmark-history.md).
-    /// Without this option, the first steps with a new number of tokens wait until cuBLASLt has loaded a kernel.
+    /// If true, loading takes longer: for gpt-oss-20b on an H200, 0.3 s (see docs/benchmark-history.md).
+    /// If false, the first steps with a new number of tokens can wait until cuBLASLt has loaded a kernel.
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;
         self
     }
 
     /// Sets the attention kernel. Loading fails if the device or the model does not support the kernel.
-    /// The decode graph ignores this option: it has a kernel of its own.
+    /// The decode graph ignores this option, because it has its own attention kernel.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self
     }
 
     /// Sets a progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
-    /// Its second argument is the size of all tensors for the first device. Both sizes are in bytes.
+    /// Its second argument is the size of all tensors for the first device, including tensors that are never loaded,
+    /// such as a vision tower. Both sizes are in bytes.
     /// A tensor counts with its whole size in the model's files, even if the device loads only a part of the tensor.
-    /// The second argument also counts tensors that are never loaded, such as a vision tower.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self

@@ -1,7 +1,7 @@
 //! Reports the failure of one of several devices to the clients of an engine.
 //!
-//! The thread that notices the failure sends the error to all clients itself.
-//! It does not leave this to the engine thread, which may be the thread that hangs.
+//! The thread that notices the failure sends the error to all clients itself, because the engine thread may hang in a
+//! device call.
 
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -23,7 +23,7 @@ impl RankFailure {
         self.reason.get().cloned().map(Error::GpuFailed)
     }
 
-    /// Stores `reason`, and ends the requests of all clients with an error. Later calls do nothing.
+    /// Stores `reason`, and sends an error to all clients, which ends their streams. Later calls do nothing.
     pub fn report(&self, reason: &str) {
         if self.reason.set(reason.to_string()).is_ok() {
             for client in self.clients().drain(..) {
@@ -41,7 +41,7 @@ impl RankFailure {
         }
         clients.push(client.downgrade());
         drop(clients);
-        // `report` may have notified the clients in the list before this client was added.
+        // `report` may have notified the clients before this client was added to the list.
         self.tell(&client.downgrade());
     }
 

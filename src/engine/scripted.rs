@@ -26,7 +26,7 @@ pub struct Script {
     /// The tokens of the answer, each with the log probability 0.
     /// A stop token or a token limit can end the answer earlier.
     pub tokens: Vec<u32>,
-    /// Whether the request fails after the last token, unless the answer has already ended.
+    /// Whether the request fails after these tokens if neither a stop token nor a token limit has ended the answer.
     pub fails: bool,
 }
 
@@ -62,7 +62,7 @@ impl ScriptedEngine {
         self.handle.clone()
     }
 
-    /// Sets the answer to later requests.
+    /// Sets the answer to all requests that the engine thread has not received yet.
     pub fn set_script(&self, script: Script) {
         *self.script.lock().unwrap_or_else(PoisonError::into_inner) = script;
     }
@@ -95,7 +95,7 @@ fn info(vocab_size: usize) -> ModelInfo {
     }
 }
 
-/// Answers requests until all handles are dropped. Drops other commands, so clients that wait for a reply fail.
+/// Answers requests until all handles are dropped. Drops other commands, so callers that wait for a reply get an error.
 fn play(commands: &Receiver<EngineCommand>, script: &Mutex<Script>, counters: &Counters) {
     while let Ok(command) = commands.recv() {
         let EngineCommand::Submit(sequences) = command else { continue };

@@ -103,7 +103,7 @@ impl RepoDir {
             let commit = commit.trim();
             return names::is_commit(commit).then(|| commit.to_string());
         }
-        // No ref has this name, so `revision` may be a commit or a commit prefix.
+        // No readable ref has this name, so `revision` may be a commit or a commit prefix.
         let mut found = self.commits().into_iter().filter(|commit| commit.starts_with(revision));
         match (found.next(), found.next()) {
             (Some(commit), None) if revision.len() >= 7 => Some(commit),
@@ -170,18 +170,19 @@ impl RepoDir {
             }
         };
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
-        // The temporary file still exists if `rename` failed, or if source and target are hard links to one file.
+        // The temporary file can still exist if copying or renaming failed. It also still exists if `temporary` and
+        // `pointer` are hard links to the same file, because `rename` then does nothing.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer))
     }
 
-    /// Returns whether `revision` is `commit` itself, or a ref in this cache that points to `commit`.
+    /// Returns whether `revision` is `commit` itself, or a ref in this directory that points to `commit`.
     pub fn has_ref(&self, revision: &str, commit: &str) -> bool {
         revision == commit || read_ref(&self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Makes the ref `revision` point to `commit`. Before the call, all selected files of the commit must be present,
-    /// either in inferno's own cache or in the shared cache.
+    /// Makes the ref `revision` point to `commit`. Does nothing if `revision` is `commit` itself.
+    /// Before the call, all files that the user selected must be present in inferno's own cache or in the shared cache.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());
@@ -189,7 +190,7 @@ impl RepoDir {
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
         // Flush the directories of the snapshot and of the blobs first.
-        // Otherwise, after a power failure, the ref could point to a missing snapshot.
+        // Otherwise, after a power failure, the ref could point to a snapshot with missing files.
         let files = files_below(&self.snapshot(commit));
         let mut dirs: BTreeSet<&Path> = files.iter().filter_map(|file| file.parent()).collect();
         let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));

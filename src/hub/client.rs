@@ -51,8 +51,8 @@ impl Hub {
         self.config.token_warning().filter(|_| !self.config.offline)
     }
 
-    /// Asks the hub whether it accepts the token. Fails if HF_HUB_OFFLINE is set, if the request fails or times out,
-    /// or if the hub responds with a server error.
+    /// Asks the hub whether it accepts the token. If no token is sent, only checks that the hub responds.
+    /// Fails if HF_HUB_OFFLINE is set, if the request fails or times out, or if the hub responds with a server error.
     pub fn check_endpoint(&self) -> Result<TokenStatus> {
         self.check_online(|| "cannot contact the hub: HF_HUB_OFFLINE is set".into())?;
         endpoint::check_endpoint(&self.config)
@@ -83,7 +83,7 @@ impl Hub {
         )))
     }
 
-    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` returns the error text.
+    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` returns the first line of the error text.
     pub(super) fn check_online(&self, what: impl FnOnce() -> String) -> Result<()> {
         if self.config.offline { Err(Error::Offline { what: what() }.into()) } else { Ok(()) }
     }

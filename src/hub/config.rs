@@ -1,8 +1,7 @@
 //! [`HubConfig`]: the cache directories and the connection settings, read from environment variables.
 //!
 //! Except for INFERNO_CACHE, the names and the precedence of the variables follow "Environment variables" in the
-//! `huggingface_hub` docs.
-//! A machine that is configured for Hugging Face's Python tools therefore needs no extra configuration for inferno.
+//! `huggingface_hub` docs. The variables therefore mean the same to inferno as to Hugging Face's Python tools.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -20,7 +19,7 @@ use crate::files;
 /// The cache directories and the connection settings for the hub.
 #[derive(Clone)]
 pub struct HubConfig {
-    /// The directory of inferno's own cache. inferno writes to no other cache.
+    /// The directory of inferno's own cache, to which models are downloaded.
     pub cache: PathBuf,
     /// The directory of the shared Hugging Face cache, to which inferno never writes.
     pub shared_cache: PathBuf,
@@ -44,6 +43,7 @@ impl HubConfig {
     }
 
     /// Reads the configuration. `var` returns the value of an environment variable. Empty variables count as unset.
+    /// Fails if a value or the stored token is invalid, or if no variable determines the cache directories.
     pub fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let vars = Variables { var: &|name| var(name).filter(|value| !value.is_empty()) };
         let hf_home = vars.path("HF_HOME").map_or_else(|| vars.below_user_cache("huggingface"), Ok)?;

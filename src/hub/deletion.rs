@@ -12,8 +12,8 @@ use super::disk::{entries, files_below};
 use super::lock::Lock;
 
 impl Hub {
-    /// Fails if the filesystem does not support file locking, because another process may be using the files.
-    /// Does not fail with `--force`.
+    /// Without `--force`, fails if the filesystem does not support file locking, because another process may then be
+    /// using the files.
     pub(super) fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
@@ -25,7 +25,7 @@ impl Hub {
     }
 }
 
-/// Returns the names of the blobs to which `files` link. Fails if a link cannot be read.
+/// Returns the names of the blobs to which the symlinks among `files` point. Fails if a file cannot be read.
 pub(super) fn linked_blobs(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     let mut etags = BTreeSet::new();
     for path in files {
@@ -37,9 +37,9 @@ pub(super) fn linked_blobs(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     Ok(etags)
 }
 
-/// Returns the sorted paths of all files below a directory. Symlinks to files count as files.
+/// Returns the sorted paths of all files and symlinks below a directory.
 ///
-/// Unlike [`files_below`], fails if a directory cannot be read, or if there is a symlink to a directory.
+/// Unlike [`files_below`], fails if a directory cannot be read, or if a symlink points to a directory.
 pub(super) fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in read_dir(dir)? {

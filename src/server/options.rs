@@ -7,19 +7,19 @@ use tokio_rustls::rustls::ServerConfig;
 
 use super::records::RecordOptions;
 
-/// The options of a server, from the command line of `inferno serve`.
+/// The options of a server. `inferno serve` sets them from its arguments, the environment and the configuration file.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
     /// The name of the model in requests and responses.
     pub model: String,
-    /// The valid API keys. Without keys, every client has access, except web pages whose origin is neither local
-    /// nor in `cors_origins`. `no_auth` also allows the chat page of this server.
+    /// The valid API keys. Without keys, every client has access, except web pages whose origin is neither local,
+    /// nor in `cors_origins`, nor allowed by `no_auth`.
     pub api_keys: Vec<String>,
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
-    /// Whether everyone may use the server (`--no-auth`).
-    /// The chat page of such a server may use the API under any host name. With DNS rebinding, any web page can pass as
-    /// this chat page. Other servers without API keys therefore accept their chat page only under `localhost`,
+    /// Whether clients on other machines need no API key (`--no-auth`).
+    /// If true, the chat page of this server has access under any host name. With DNS rebinding, any web page can pass
+    /// as this chat page. If false, a server without API keys therefore accepts its chat page only under `localhost`,
     /// `127.0.0.1`, `[::1]` or an origin in `cors_origins`.
     pub no_auth: bool,
     /// The maximum number of sequences that run at once.
@@ -36,7 +36,7 @@ pub struct ServerOptions {
     pub has_vllm_metrics: bool,
 }
 
-/// The time limits of a server.
+/// The time limits of a server, and the interval of keep-alive messages.
 #[derive(Clone, Debug)]
 pub struct Timeouts {
     /// The time limit for a TLS handshake, for receiving the headers of a request,
@@ -53,7 +53,7 @@ pub struct Timeouts {
     /// The drain delay: how long after the shutdown signal the server still accepts requests.
     /// During this delay, the server reports itself as unhealthy, so that routers stop sending requests.
     pub drain_delay: Duration,
-    /// The drain timeout: the time limit for the accepted requests once the server rejects new requests.
+    /// The drain timeout: how long the accepted requests may continue once the server rejects new requests.
     pub drain: Duration,
 }
 

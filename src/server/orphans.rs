@@ -10,7 +10,7 @@ use axum::response::Response;
 use tokio::runtime::Handle;
 use tokio::task::{JoinError, JoinHandle};
 
-/// How long an orphaned answer waits for a retry.
+/// How long the server keeps an answer for a retry after the connection broke.
 /// OpenAI's clients wait at most 0.5 s before the first retry and at most 1 s before the second.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -21,20 +21,20 @@ pub type RetryKey = [u8; 32];
 #[derive(Default)]
 pub struct Orphans(Mutex<OrphanTable>);
 
-/// The orphaned answers, and the number that the next orphaned answer gets.
+/// The orphaned answers. Their numbers keep the timer of an old answer from removing a newer one with the same key.
 #[derive(Default)]
 struct OrphanTable {
     waiting: HashMap<RetryKey, (u64, Orphan)>,
     next: u64,
 }
 
-/// The task that computes an orphaned answer, and the id of the first request for this answer.
+/// The task that computes an answer, and the id of the first request for this answer.
 struct Orphan {
     task: AnswerTask,
     request_id: String,
 }
 
-/// A task that computes a response. Dropping this value cancels the answer.
+/// A task that computes a response. Dropping this value aborts the task, which cancels the answer.
 struct AnswerTask(JoinHandle<Response>);
 
 impl Drop for AnswerTask {
@@ -48,7 +48,7 @@ impl Orphans {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps an answer for a retry until [`GRACE`] has passed. Cancels an older orphan with the same key.
+    /// Keeps an answer for a retry until [`GRACE`] has passed. Cancels an older orphaned answer with the same key.
     fn insert(self: &Arc<Self>, key: RetryKey, orphan: Orphan) {
         // If there is no async runtime, the server has already stopped, so no retry can arrive.
         let Ok(runtime) = Handle::try_current() else { return };
@@ -76,8 +76,8 @@ impl Orphans {
     }
 }
 
-/// A client that waits for a response. If the waiter is dropped before the response is ready,
-/// the answer becomes an orphan. The response of a stream is ready before the answer is complete.
+/// A client that waits for a response. If the waiter is dropped before the response is ready, the answer is orphaned.
+/// A streamed response is ready when its stream begins, so an answer whose stream has begun is never orphaned.
 pub struct Waiter {
     orphans: Arc<Orphans>,
     key: RetryKey,

@@ -35,7 +35,7 @@ const IDEMPOTENCY_KEY: &str = "idempotency-key";
 const OPTIONS: [&str; 2] = ["x-inferno-strict", "x-inferno-deterministic"];
 
 /// The response header with the id of the first request for the answer.
-/// Only responses that were computed for an earlier attempt have this header.
+/// Only the response to a retry that receives the answer to an earlier attempt has this header.
 const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
 
 /// Runs a request. If the request is a retry and the server still has the answer to an earlier attempt,

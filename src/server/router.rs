@@ -20,7 +20,7 @@ use super::routes::{admission_preview, health, receipts, records, tokenize};
 use super::state::Server;
 use super::{anthropic, dialect, ids, ollama, page, retries};
 
-/// The header that identifies a request in logs. The client may choose the id.
+/// The header with the request id, which logs and records contain. The client may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// The maximum length of a request id that a client chose, in bytes.

@@ -16,7 +16,7 @@ use super::records::Recorder;
 use crate::engine::EngineHandle;
 use crate::error::Error;
 
-/// The maximum duration of a step. If a step takes longer, the engine counts as stuck.
+/// The maximum duration of an engine step. If a step takes longer, the engine counts as stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
 
 /// The interval at which the server checks whether the engine has failed.
@@ -94,7 +94,7 @@ impl Server {
         self.engine().ok_or_else(ApiError::loading)
     }
 
-    /// Returns the engine if the server accepts requests. Otherwise, returns the error to send to the client.
+    /// Returns the engine if the server accepts requests for answers. Otherwise, returns the error for the client.
     pub fn open_engine(&self) -> Result<&EngineHandle, ApiError> {
         self.engine_before(Phase::Draining)
     }

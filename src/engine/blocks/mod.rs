@@ -1,11 +1,10 @@
-//! Allocates blocks of the KV cache to sequences. Reuses blocks that already hold the start of a prompt.
+//! Allocates blocks of the KV cache to sequences, and reuses cached blocks if prompts start with the same tokens.
 //!
 //! All layers of a layer group have the same attention window. A sequence has one block table per layer group.
-//! Full-attention groups keep every block of a sequence.
-//! Sliding-window groups release the blocks that no later token attends to.
-//! All layer groups share one pool, as in vLLM's hybrid KV cache manager.
+//! Full-attention groups keep every block of a sequence, while sliding-window groups release the blocks that no later
+//! token attends to. All layer groups share one pool of blocks, as in vLLM's hybrid KV cache manager.
 //!
-//! A full block is identified by its layer group and a hash of all tokens up to the end of the block.
+//! The key of a full block consists of its layer group and a hash of all tokens up to the end of the block.
 //! A prompt that starts with the same tokens can reuse the block, whether or not another sequence still uses it.
 //! The hash includes the cache salt and the [`PromptParts`], so only prompts with the same salt and parts share blocks.
 
@@ -20,8 +19,9 @@ use crate::runner::PromptParts;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// With sliding-window attention, a prefix is reusable only while the blocks in the window at its end are cached.
-/// For every prefix whose length is a multiple of this number of tokens, these blocks get [`Retention::Keep`].
+/// Sliding-window groups retain prefixes whose length is a multiple of this number of tokens longer than others.
+/// A prefix is reusable only while the blocks in the window at its end are cached, so these blocks get
+/// [`Retention::Keep`].
 const RETAINED_PREFIX_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
@@ -32,9 +32,9 @@ const RETAINED_PREFIX_TOKENS: usize = 1024;
 pub struct BlockHashes {
     /// The hash of the sequence's own cache salt and prompt parts, or 0 if it has neither.
     /// The default prompt parts of the [`BlockManager`] are not included.
-    /// Every block hash includes this hash, so sequences share cached blocks only if their salts and parts are equal.
+    /// Every block hash includes this hash, so only sequences with equal salts and parts share cached blocks.
     root: u128,
-    /// If set, the sequence reuses a cached prefix only in whole prompt parts.
+    /// The sequence's own prompt parts. If `None`, the default of the [`BlockManager`] applies.
     prompt_parts: Option<PromptParts>,
     blocks: Vec<u128>,
 }
@@ -52,13 +52,14 @@ pub struct SequenceBlocks {
     /// One table per layer group. Entry i is the scratch block if no later token attends to the positions of block i.
     tables: BlockTables,
     hashes: BlockHashes,
-    /// For each table, the index of the first entry that is not the scratch block.
+    /// For each table, the number of entries at its start that are the scratch block.
     first_held: Vec<usize>,
     /// The number of tokens whose keys and values are computed, including the tokens of a queued step.
     /// Sliding-window groups keep only the keys and values that later tokens attend to.
     computed: usize,
     prompt_tokens: usize,
-    /// Other sequences may reuse only the first `reusable` blocks of each table. `usize::MAX` allows all full blocks.
+    /// The maximum number of blocks of each table that other sequences may reuse.
+    /// `usize::MAX` if the prompt is not divided into parts.
     reusable: usize,
     /// The number of tokens that [`BlockManager::start`] looked up in the prefix cache.
     queried_tokens: usize,
@@ -80,7 +81,7 @@ impl SequenceBlocks {
 pub struct CachedPrefix(SequenceBlocks);
 
 impl CachedPrefix {
-    /// Returns the block tables that a sequence with the prompt would start with.
+    /// Returns the block tables that a new sequence would have if it reused the prefix.
     pub fn tables(&self) -> &BlockTables {
         &self.0.tables
     }
@@ -98,7 +99,7 @@ pub struct BlockCopy {
     pub to: BlockId,
 }
 
-/// Counters of blocks and of prefix cache hits.
+/// Counts of blocks, and counters of the prefix cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockStats {
     /// Blocks that sequences can use: all blocks except the scratch block.
@@ -136,8 +137,7 @@ impl BlockManager {
     }
 
     /// Sets the prompt parts of sequences that have none of their own.
-    /// A sequence with prompt parts reuses a cached prefix only in whole parts.
-    /// Each part runs in its own forward pass, so the part's keys and values do not depend on other sequences.
+    /// A sequence with prompt parts reuses a cached prefix only in whole parts: see [`hashes`](Self::hashes).
     pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
         Self { prompt_parts, ..self }
     }
@@ -169,7 +169,8 @@ impl BlockManager {
         sequence.tables.iter().zip(&sequence.first_held).map(|(table, first_held)| table.len() - first_held).sum()
     }
 
-    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses in steps of up to `chunk` tokens.
+    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once,
+    /// if each step computes at most `chunk` of these tokens.
     pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
@@ -179,7 +180,7 @@ impl BlockManager {
     ///
     /// The first `prompt_tokens` tokens are the prompt. All later tokens were generated before a preemption.
     /// For a new sequence, `hashes` comes from [`hashes`](Self::hashes).
-    /// For a later start, `hashes` comes from [`release`](Self::release) or [`abandon`](Self::abandon).
+    /// For a sequence that starts again, it comes from [`release`](Self::release) or [`abandon`](Self::abandon).
     pub fn start(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes) -> SequenceBlocks {
         let mut sequence = self.start_with(tokens, prompt_tokens, hashes, usize::MAX);
         sequence.queried_tokens = tokens.len();
@@ -240,7 +241,7 @@ impl BlockManager {
         CachedPrefix(sequence)
     }
 
-    /// Returns the length in blocks of the longest prefix that is cached in every layer group, at most `limit`.
+    /// Returns the length, in blocks, of the longest reusable prefix of at most `limit` blocks.
     /// If the prompt is divided into parts, the prefix consists of whole parts.
     fn longest_hit(&self, tokens: &[u32], hashes: &BlockHashes, limit: usize) -> usize {
         let groups = 0..self.windows.len();
@@ -250,8 +251,8 @@ impl BlockManager {
             hit = (0..hit).take_while(|&index| has(group, index)).count();
         }
         // A sliding-window group needs only the blocks that the token after the prefix attends to.
-        // If one of these blocks is missing and has index i, shorten the prefix to i blocks:
-        // every prefix of i + 1 to `hit` blocks needs block i too.
+        // If block i is one of these blocks and is missing, shorten the prefix to i blocks,
+        // because every prefix of i + 1 to `hit` blocks needs block i too.
         let last_missing = |hit: usize| {
             groups.clone().filter(|&group| self.windows[group].is_some()).find_map(|group| {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
@@ -288,7 +289,8 @@ impl BlockManager {
         }
     }
 
-    /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and parts.
+    /// Returns the [`BlockHashes`] of a new sequence, in which no block is hashed yet.
+    /// The sequence reuses only blocks of sequences with the same salt and parts.
     ///
     /// If the prompt is divided into parts, the sequence reuses only whole parts.
     /// If the sequence reused half a part, a smaller pass would compute the other half, and the keys and values of
@@ -309,7 +311,7 @@ impl BlockManager {
         half(&self.hashers[0]) << 64 | half(&self.hashers[1])
     }
 
-    /// Returns the number of blocks that the sequence still needs before a step can write all positions below `end`.
+    /// Returns the number of free blocks that [`grow`](Self::grow) needs to make room for all positions below `end`.
     pub fn missing(&self, sequence: &SequenceBlocks, end: usize) -> usize {
         (0..self.windows.len()).map(|group| self.missing_in_group(group, sequence, end)).sum()
     }
@@ -371,7 +373,8 @@ impl BlockManager {
         Some(copies)
     }
 
-    /// Returns the indices of the shared or cached blocks that a step with positions below `end` would write to.
+    /// Returns the table indices of the shared or cached blocks that a step would write to
+    /// if it computed all remaining positions below `end`.
     fn blocks_to_copy(&self, group: usize, sequence: &SequenceBlocks, end: usize) -> impl Iterator<Item = usize> {
         // Skip full blocks, because no step writes to a full block again.
         let written = sequence.computed / BLOCK_TOKENS..end.div_ceil(BLOCK_TOKENS).min(sequence.tables.len(group));
@@ -379,7 +382,7 @@ impl BlockManager {
         written.filter(move |&index| is_written && !self.pool.is_writable(sequence.tables.get(group, index)))
     }
 
-    /// Records that the keys and values of all `tokens` are in the blocks of the sequence.
+    /// Records that the keys and values of all `tokens` are computed, or that a queued step will compute them.
     /// Makes the full blocks among the first `sequence.reusable` blocks of each table reusable.
     /// Releases the blocks that no later token attends to.
     pub fn commit(&mut self, sequence: &mut SequenceBlocks, tokens: &[u32]) {
@@ -415,20 +418,20 @@ impl BlockManager {
         let prefix_end = (index * BLOCK_TOKENS / RETAINED_PREFIX_TOKENS + 1) * RETAINED_PREFIX_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
         // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt.
-        // A repeated prompt needs the blocks in the window before its last token, which is always computed.
+        // If this prompt is repeated, its last token is computed again, and needs the blocks in the window before it.
         let prompt_start = prompt_tokens.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
         let is_before_prompt_end = index < prompt_tokens / BLOCK_TOKENS && is_visible_from(prompt_start);
         if is_visible_from(prefix_end) || is_before_prompt_end { Retention::Keep } else { Retention::EvictFirst }
     }
 
-    /// Returns the range of full blocks in a layer group that the token after the first `tokens` tokens attends to.
+    /// Returns the table indices of the full blocks of a layer group that the token at position `tokens` attends to.
     pub fn visible_blocks(&self, group: usize, tokens: usize) -> Range<usize> {
         self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
     }
 
     /// Allocates the blocks of a prefix whose keys and values come from elsewhere, such as a file.
     /// In sliding-window groups, allocates only the blocks that the token after the prefix attends to.
-    /// The prefix must end with a full block. The caller fills the blocks, and then calls [`commit`](Self::commit).
+    /// The last block of the prefix must be full. The caller fills the blocks and then calls [`commit`](Self::commit).
     /// Returns `None` if too few blocks are free.
     pub fn adopt(&mut self, tokens: &[u32]) -> Option<SequenceBlocks> {
         let groups = 0..self.windows.len();
@@ -485,14 +488,14 @@ impl BlockManager {
     }
 
     /// Undoes [`start`](Self::start) or [`start_uncached`](Self::start_uncached) for a sequence that has not run.
-    /// Also subtracts the tokens that `start` added to the cache counters. Returns the block hashes.
+    /// Also subtracts what `start` added to the counters of the prefix cache. Returns the block hashes.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         self.queried_tokens -= sequence.queried_tokens as u64;
         self.hit_tokens -= sequence.computed as u64;
         self.release(sequence)
     }
 
-    /// Forgets all prefixes cached so far, so that later sequences compute these tokens again.
+    /// Forgets all cached prefixes, so that later sequences compute the keys and values of these prefixes again.
     pub fn forget_prefixes(&mut self) {
         self.pool.forget();
     }

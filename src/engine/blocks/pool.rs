@@ -11,7 +11,7 @@ pub type BlockId = u32;
 /// A block that no sequence owns. Unused block table entries refer to it, and no result depends on its contents.
 pub const SCRATCH_BLOCK: BlockId = 0;
 
-/// Identifies the keys and values in a full block by the block's [`BlockKey`], parent hash and tokens.
+/// What the keys and values in a full block were computed from. [`BlockPool::find`] compares all of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
@@ -55,10 +55,9 @@ pub struct BlockPool {
 /// The state of one block.
 ///
 /// `previous` and `next` link the blocks without references in a ring, in eviction order.
-/// The ring starts and ends at the scratch block.
-/// Eviction starts at the scratch block's `next` and ends at its `previous`.
-/// The marker is the last entry of [`BlockPool::blocks`], and not a block of the KV cache.
-/// In the ring, the marker separates `EvictFirst` blocks from `Keep` blocks. It is never evicted.
+/// The ring starts and ends at the scratch block, and also contains a marker, which is the last entry of
+/// [`BlockPool::blocks`]. `EvictFirst` blocks come before the marker, and `Keep` blocks after it.
+/// The scratch block and the marker are never evicted, and the marker is not a block of the KV cache.
 #[derive(Clone, Debug, Default)]
 struct BlockState {
     references: u32,
@@ -116,7 +115,8 @@ impl BlockPool {
         block.references == 1 && block.content.is_none()
     }
 
-    /// Takes a block without references. Evicts its content, if any. Returns `None` if all blocks are in use.
+    /// Takes a block without references, evicts its content, if any, and adds a reference.
+    /// Returns `None` if all blocks are in use.
     pub fn allocate(&mut self) -> Option<BlockId> {
         let mut id = self.blocks[SCRATCH_BLOCK as usize].next;
         if id == self.marker() {
@@ -155,7 +155,7 @@ impl BlockPool {
     }
 
     /// Removes a reference. Ignores the scratch block.
-    /// A block without references becomes free, and `retention` determines how soon its content is evicted.
+    /// If no reference is left, the block becomes free, and `retention` determines how soon its content is evicted.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {
             return;
@@ -174,7 +174,8 @@ impl BlockPool {
         }
     }
 
-    /// Makes the content of a full block reusable. Does nothing if the block or another block with its key is cached.
+    /// Makes the content of a full block reusable.
+    /// Does nothing for the scratch block, or if this block or another block with the same key is already cached.
     pub fn publish(&mut self, id: BlockId, content: BlockContent) {
         if id == SCRATCH_BLOCK || self.blocks[id as usize].content.is_some() {
             return;

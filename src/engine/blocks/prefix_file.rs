@@ -5,15 +5,14 @@
 //! - `tokens`: u32 `[n]`
 //! - `group.G.layer.L.k` and `group.G.layer.L.v`: `[rows, kv_heads, head_dim]` for layer L of layer group G.
 //!   L is the index of the layer within its layer group, across all ranks.
-//!   The rows are those of the blocks that the token after the prefix attends to in layer group G,
-//!   in order of position.
+//!   The rows come from the blocks that the token after the prefix attends to, in order of position.
 //!
 //! The file holds all layers and all KV heads of the model, even if each rank holds only some of them.
-//! An engine with another number of ranks can therefore load the file, unless one of the engines is deterministic:
-//! the fingerprint of a deterministic engine includes the number of ranks.
+//! An engine with another number of ranks can therefore load the file, unless the engines are deterministic.
 //!
 //! Keys and values are valid only for the model, build and settings that computed them.
 //! The metadata value `fingerprint` identifies the model files, the build, and settings such as the dtype.
+//! For a deterministic engine, it also identifies the number of ranks and how the ranks divide the model.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -39,7 +38,7 @@ const FINGERPRINT: &str = "fingerprint";
 /// The blocks of the KV cache that hold a prefix.
 struct PrefixBlocks {
     tables: BlockTables,
-    /// For each layer group, the entries of its block table whose blocks the token after the prefix attends to.
+    /// For each layer group, the table indices of the blocks that the token after the prefix attends to.
     visible: Vec<Range<usize>>,
 }
 
@@ -56,11 +55,11 @@ impl PrefixBlocks {
 }
 
 /// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
-/// Finds only blocks that were cached by requests with neither a cache salt nor prompt parts of their own.
-/// If no such prefix is cached, returns 0 and writes no file.
+/// If no prefix is cached, returns 0 and writes no file.
+/// Does not find blocks that were cached by requests with a cache salt or with prompt parts of their own.
 /// Fails if a rank cannot read its cache, or if the file cannot be written.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
-    // `find_prefix` never includes the last token. Append a token, so that the search can find all blocks of `ids`.
+    // `find_prefix` never includes the last token, so append a token to find all full blocks of `ids`.
     let tokens = [ids, &[0]].concat();
     let prefix = blocks.find_prefix(&tokens, tokens.len(), Default::default(), usize::MAX);
     let computed = prefix.tokens();
@@ -90,7 +89,7 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
 /// Returns 0 if the file has another fingerprint, or if the cache has too few free blocks.
 /// Fails if `bytes` is not a safetensors file, if a tensor is missing or has the wrong shape or dtype,
 /// or if a rank cannot write to its cache. Does not detect changed keys and values.
-/// Only an error about the content of the file says that the file is damaged.
+/// The error says that the file is damaged, unless the cause is a rank that cannot write to its cache.
 pub fn load(
     path: &Path,
     bytes: Vec<u8>,
@@ -122,7 +121,8 @@ fn add(path: &Path, bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager
     written.map(|()| tokens.len())
 }
 
-/// Returns the tokens of the prefix in a file. Fails if the file is incomplete, or if the tokens do not fill blocks.
+/// Returns the tokens of the prefix in a file.
+/// Fails if the file is invalid, or if the number of tokens is not a positive multiple of the block size.
 fn read_tokens(bytes: &[u8]) -> Result<Vec<u32>> {
     let tokens: Vec<u32> = SafeTensors::deserialize(bytes)?.tensor("tokens")?.load(&Device::Cpu)?.to_vec1()?;
     ensure!(
@@ -134,7 +134,8 @@ fn read_tokens(bytes: &[u8]) -> Result<Vec<u32>> {
 }
 
 /// Reads the visible blocks from the KV cache of one rank. This cache has only the layers and KV heads of the rank.
-/// Returns one tensor for the keys and one for the values of each layer, with their names in the file.
+/// Returns the keys and the values of each layer as separate tensors, with their names in the file.
+/// Leaves out empty tensors.
 fn read_blocks(prefix: &PrefixBlocks, cache: &KvCache) -> Result<Vec<(String, Tensor)>> {
     let mut tensors = Vec::new();
     for (group, layer, pair) in cache.own_layers() {

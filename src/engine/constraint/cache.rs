@@ -12,7 +12,7 @@ use super::GrammarKind;
 const MAX_GRAMMARS: usize = 32;
 
 /// The maximum size of a cached grammar as JSON text, in bytes.
-/// The limit bounds the memory of the cache, because longer grammars compile to larger matchers.
+/// Longer grammars usually compile to larger matchers, so this limit reduces the memory of the cache.
 const MAX_TEXT: usize = 64 << 10;
 
 /// The SHA-256 hash of the JSON text of a [`GrammarKind`].

@@ -14,7 +14,7 @@ use super::{Grammar, GrammarKind};
 use crate::error::Error;
 use crate::tokenizer::TokenTable;
 
-/// The longest token that a grammar can use, in bytes. llguidance's trie allows 1,024 bytes.
+/// The length of the longest token that a grammar can use, in bytes. llguidance's trie supports up to 1,024 bytes.
 const MAX_TOKEN_BYTES: usize = 1000;
 
 /// The maximum total size of all tokens in llguidance's trie, in bytes.
@@ -22,9 +22,9 @@ const MAX_TOKEN_BYTES: usize = 1000;
 const MAX_TRIE_BYTES: usize = 4_000_000;
 
 /// The maximum number of optional properties if only one object of a schema has optional properties.
-/// With several such objects, the limit for each of them is lower. See [`optional_pairs`].
+/// In general, [`optional_pairs`] must not exceed the square of this limit.
 /// The compile time grows with the square of the number of optional properties, which llguidance does not limit.
-/// The time limits in `prepare.rs` only end the wait. Without this limit, the thread could compile for a long time.
+/// The time limits in `prepare.rs` end the wait, but not the compiling thread, so they do not replace this limit.
 const MAX_OPTIONAL: usize = 1000;
 
 /// The maximum length of the reason in an [`Error::InvalidConstraint`], in characters.
@@ -64,7 +64,7 @@ impl GrammarCompiler {
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
         let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
         let Some(end) = stop_ids.iter().copied().find(is_usable) else {
-            bail!("the model has no stop token, so an answer with a constraint could not end");
+            bail!("the vocabulary has no stop token, so an answer with a constraint could not end");
         };
         let words: Vec<Vec<u8>> = (0..vocab_size as u32).map(|id| token_bytes(table, id)).collect();
         if words.iter().map(Vec::len).sum::<usize>() > MAX_TRIE_BYTES {
@@ -82,7 +82,7 @@ impl GrammarCompiler {
         // At the speeds in llguidance's documentation of these limits, building a lexer takes at most about 20 ms of
         // CPU time, and computing a token mask takes at most about 10 ms.
         (limits.initial_lexer_fuel, limits.step_lexer_fuel, limits.step_max_items) = (1_000_000, 100_000, 50_000);
-        // According to llguidance's documentation, a lexer state takes 1 to 2 kB of memory.
+        // According to llguidance's documentation, a lexer state takes 1 to 2 kB, so a lexer takes at most 100 MB.
         limits.max_lexer_states = 50_000;
         limits.verbose_errors = false;
         Ok(Self { factory, cache: GrammarCache::default(), vocab_size, end })
@@ -139,7 +139,7 @@ impl GrammarCompiler {
         if let Some(problem) = matcher.get_error() {
             return Err(invalid(&grammar.name, &problem));
         }
-        // Computing the first token mask fails if the grammar allows no text, or if the mask is too expensive.
+        // Computing the first token mask fails if the grammar allows no first token, or if the mask is too expensive.
         matcher.compute_mask().map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
         Ok(matcher)
     }
@@ -153,8 +153,8 @@ pub fn lark_string(text: &str) -> String {
 
 /// Returns a schema in the form that llguidance expects, with [`JSON_WHITESPACE`] as the allowed whitespace.
 ///
-/// Replaces llguidance's options in the schema, because some of them make llguidance ignore keywords that it cannot
-/// enforce.
+/// Replaces the options for llguidance in the schema (`x-guidance`), because some options make llguidance ignore
+/// keywords that it cannot enforce.
 pub fn with_options(schema: &Value) -> Value {
     let mut schema = match schema {
         Value::Bool(true) => json!({}),
@@ -167,8 +167,8 @@ pub fn with_options(schema: &Value) -> Value {
     schema
 }
 
-/// Squares the number of optional properties of each object in a schema, and returns the sum of the squares.
-/// The time to compile the schema grows with the sum of the squares.
+/// Returns a measure of the time to compile a schema: the sum, over all its objects, of the square of the number of
+/// optional properties.
 fn optional_pairs(schema: &Value) -> usize {
     let fields = match schema {
         Value::Array(items) => return items.iter().map(optional_pairs).sum(),
@@ -187,9 +187,9 @@ fn optional_pairs(schema: &Value) -> usize {
 /// Returns an [`Error::InvalidConstraint`] for `name`, the part of the request at fault.
 ///
 /// `problem` is the reason: inferno's own text, or a message from llguidance.
-/// The error omits llguidance's internal state, and contains at most `MAX_REASON` characters of the reason.
+/// The error omits llguidance's debugging details, and contains at most `MAX_REASON` characters of the reason.
 pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
-    // A line that starts with `<` begins llguidance's internal state, such as a backtrace.
+    // A line that starts with `<` begins llguidance's debugging details, such as a backtrace.
     let problem = problem.split("\n<").next().unwrap_or_default().trim();
     let problem = if problem == NOTHING_ALLOWED { "no text matches the grammar" } else { problem };
     let reason: String = problem.chars().take(MAX_REASON).collect();
@@ -207,7 +207,8 @@ fn token_bytes(table: &TokenTable, id: u32) -> Vec<u8> {
     if table.is_control(id) {
         [&[TokTrie::SPECIAL_TOKEN_MARKER], &bytes[..]].concat()
     } else if bytes[0] == TokTrie::SPECIAL_TOKEN_MARKER {
-        // This token only looks like a control token. No grammar can match it, because UTF-8 never contains 0xFF.
+        // llguidance would mistake this token for a control token.
+        // No grammar can match the token as text, because UTF-8 never contains 0xFF.
         Vec::new()
     } else {
         bytes
@@ -256,7 +257,7 @@ mod tests {
             check(&character.to_string());
             check(&format!("a{character}{character}b"));
         }
-        // Test line separators, the ends of the Unicode scalar ranges, noncharacters, and a sample of other characters.
+        // Test line separators, the byte order mark, the ends of code point ranges, and noncharacters.
         for character in "\u{2028}\u{2029}\u{feff}\u{d7ff}\u{e000}\u{fffe}\u{ffff}\u{10000}\u{10ffff}".chars() {
             check(&format!("a{character}b"));
         }

@@ -14,11 +14,11 @@ use crate::language::Language;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatPrompt {
     pub text: String,
-    /// Whether the prompt contains the start of the answer's first message.
+    /// Whether the text ends with the generation prompt, which is the start of the answer's first message.
     pub has_generation_prompt: bool,
 }
 
-/// A constraint, and the parts of its request that determine how the constraint is compiled.
+/// A constraint, and what determines how it is compiled.
 pub struct ConstrainedRequest {
     pub compiler: Arc<GrammarCompiler>,
     pub language: Arc<Language>,
@@ -35,7 +35,7 @@ impl ConstrainedRequest {
         self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
     }
 
-    /// Compiles a grammar. Returns a part of a plan that allows only text that matches the grammar.
+    /// Compiles a grammar. Returns the part of a plan in which the text must match the grammar.
     ///
     /// The `instead` tokens may come in place of the text, and the `after` tokens may come after the whole text.
     pub fn grammar(

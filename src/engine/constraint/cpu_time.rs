@@ -1,4 +1,4 @@
-//! Limits the CPU time that a request may spend on token masks.
+//! Measures CPU time, and limits how much of it a request may spend on token masks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;

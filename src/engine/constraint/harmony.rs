@@ -1,11 +1,11 @@
 //! Plans an answer in harmony, the chat format of gpt-oss.
 //!
 //! Headers are constrained, so that every message has a known channel, and every tool call names a declared tool.
-//! Reasoning is not constrained.
-//! Each header is allowed only as the token sequence that the model was trained on,
-//! not as other tokens with the same text.
+//! Each header is allowed only in the tokenization of the training data, not as other tokens with the same text.
+//! No grammar applies to reasoning.
+//!
 //! The variants of headers for tool calls resemble those in vLLM's `vllm/parser/harmony.py` (commit 053e68e).
-//! Unlike there, a header may omit the content type, and no tool call may be in the channel `final`.
+//! Unlike in vLLM, a header may omit the content type, and no tool call may be in the channel `final`.
 
 use anyhow::Result;
 
@@ -22,7 +22,7 @@ const ANALYSIS: PartId = 3;
 const FINAL: PartId = 4;
 /// A commentary message that is not a tool call, such as text before a tool call.
 const PREAMBLE: PartId = 5;
-/// The arguments of a call of the first tool. The parts for the other tools follow, in order.
+/// The arguments of a call to the first tool. The parts for the other tools follow, in order.
 const TOOLS: PartId = 6;
 
 /// Returns the parts of an answer, and the id of the first part.
@@ -85,14 +85,14 @@ pub fn parts(
                 }
                 request.grammar(arguments, Vec::new(), after)?
             }
-            // A tool call may end the answer, even if answer text would have to match a grammar.
+            // A tool call may end the answer, even if the constraint has a grammar for the answer's text.
             None => text(false),
         });
     }
     Ok((parts, FIRST))
 }
 
-/// Creates the headers of messages, without `<|start|>assistant`.
+/// Encodes the headers of messages as tokens, without `<|start|>assistant`.
 struct Headers<'r> {
     request: &'r ConstrainedRequest,
     harmony: Harmony,
@@ -120,7 +120,7 @@ impl Headers<'_> {
             headers.push(self.message("commentary", PREAMBLE)?);
         }
         let Harmony { channel, message, .. } = self.harmony;
-        // Encode the text of a header in separate pieces, as the renderer of conversations does.
+        // Encode the pieces of a header separately, as `chat/harmony.rs` does, so that the tokens are the same.
         let mut types = vec![Vec::new(), self.encode(" json")?];
         if let Some(constrain) = self.harmony.constrain {
             types.push([&self.encode(" ")?[..], &[constrain], &self.encode("json")?].concat());

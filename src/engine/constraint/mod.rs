@@ -1,9 +1,10 @@
-//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts or Lark.
+//! Constrains answers: their text and the arguments of their tool calls must match grammars.
+//! A grammar is a JSON schema, any JSON object, a regular expression, a choice of texts, or a Lark grammar.
 //!
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance.
 //!   Each engine has one compiler, built on first use.
 //! - [`plan::Plan`] describes the whole answer: messages, reasoning, tool calls, and where a grammar applies.
-//!   `prepare` creates the plan. `harmony` and `tagged` create its parts for a chat format.
+//!   `prepare` creates the plan. `harmony` and `tagged` create the parts of plans for chat formats.
 //! - [`ConstraintState`] is the position of one sequence in its plan, and computes the tokens that may come next.
 //!
 //! No grammar applies to reasoning. Reasoning ends with a control token or with the text `</think>`.
@@ -32,10 +33,10 @@ pub use state::ConstraintState;
 pub struct Constraint {
     /// The grammar of the text. `None` allows any text.
     pub answer: Option<Grammar>,
-    /// The tools that may be called. In formats other than harmony, calls of these tools are constrained only if
+    /// The tools that may be called. In formats other than harmony, calls to these tools are constrained only if
     /// `<tool_call>` and `</tool_call>` are control tokens.
     pub tools: Vec<ToolGrammar>,
-    /// Whether the answer must call a tool. It then consists of reasoning and tool calls only, and `answer` is ignored.
+    /// Whether the answer must call a tool. If so, it has only reasoning and tool calls, and `answer` is ignored.
     pub requires_tool: bool,
     /// Whether the answer may call several tools, in chat formats that support it.
     /// Some plans allow a second call even if this field is false. The server then ends the answer before that call.
@@ -65,7 +66,8 @@ pub enum GrammarKind {
     JsonSchema(Value),
     /// Any JSON object.
     JsonObject,
-    /// Text that matches a regular expression as a whole, in the syntax of the `regex` crate.
+    /// Text that matches a regular expression as a whole. The syntax is that of the `regex` crate, without `\b` and
+    /// similar assertions.
     Regex(String),
     /// One of several texts.
     Choice(Vec<String>),

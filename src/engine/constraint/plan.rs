@@ -9,29 +9,29 @@ use crate::language::Language;
 /// The index of a part in a plan.
 pub type PartId = usize;
 
-/// The id of the part in which an answer ends. Only stop tokens are allowed in this part.
+/// The id of [`AnswerPart::End`] in every plan.
 pub const END: PartId = 0;
 
-/// The possible parts of an answer, and the data that all sequences of a request share.
+/// The possible parts of an answer, and other data that the sequences of a request share.
 pub struct Plan {
     pub language: Arc<Language>,
     pub parts: Vec<AnswerPart>,
     /// The id of the part where the answer starts.
     pub start: PartId,
-    /// The tokens that end the sequence.
+    /// The tokens that end a sequence: the stop tokens of the model and of the request.
     pub stops: Vec<u32>,
     pub vocab_size: usize,
-    /// The token that represents the end of the text in token masks.
+    /// The token that llguidance's masks allow where the text of a grammar may end.
     pub end: u32,
-    /// Limits the total CPU time that the sequences of the request spend on token masks.
+    /// Limits the CPU time that all sequences of the request together spend on slow token masks.
     pub masks: MaskBudget,
 }
 
-/// One part of an answer, and the tokens that are allowed in it.
+/// What one part of an answer may contain, and the parts that may follow.
 pub enum AnswerPart {
     /// The end of the answer, where only stop tokens are allowed.
     End,
-    /// One of several token sequences, such as the possible headers of a message.
+    /// One of several token sequences, each with the part that follows. Example: the possible headers of a message.
     Choice(Vec<(Vec<u32>, PartId)>),
     /// Text without a grammar.
     Free(Free),
@@ -46,7 +46,7 @@ pub enum AnswerPart {
     },
 }
 
-/// Text without a grammar, up to a token or a tag.
+/// Text without a grammar. If neither `exits` nor `tag` ends the text, it lasts until the sequence ends.
 #[derive(Default)]
 pub struct Free {
     /// The tokens that end the text, each with the part that follows.
@@ -54,7 +54,7 @@ pub struct Free {
     /// A tag that ends the text if ordinary tokens spell it, and the part that follows.
     /// A control token for the tag belongs in `exits`.
     pub tag: Option<(&'static str, PartId)>,
-    /// Tokens that are not allowed in the text: they would end the answer, or start a message or tool call, too early.
+    /// Tokens that must not be in the text: they would end the answer, or start a message or tool call, too early.
     pub premature: Vec<u32>,
     /// The token that replaces a premature token. If `None`, a premature token is an error.
     pub replacement: Option<u32>,

@@ -19,14 +19,14 @@ use crate::error::Error;
 /// The maximum CPU time to compile the grammars of a request.
 const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
 
-/// The longest time to wait for the grammars of a request.
-/// On Linux, only a busy machine reaches this limit, because [`MAX_COMPILE_CPU`] applies first.
+/// The maximum time to wait until the grammars of a request are compiled.
+/// On Linux, only a busy machine reaches this limit: an expensive grammar exceeds [`MAX_COMPILE_CPU`] first.
 const MAX_COMPILE_WAIT: Duration = Duration::from_secs(5);
 
 /// The interval at which the CPU time of the compiling thread is checked.
 const COMPILE_POLL: Duration = Duration::from_millis(20);
 
-/// The stack size of the thread that compiles grammars, in bytes. Nested grammars need deep recursion.
+/// The stack size of the thread that compiles grammars, in bytes. Deeply nested grammars cause deep recursion.
 const COMPILE_STACK: usize = 32 << 20;
 
 /// The limits on the time to compile the grammars of a request.
@@ -40,7 +40,7 @@ struct CompileLimits {
 
 /// Compiles the grammars of a request. Returns the constraint state of a sequence before its first token.
 ///
-/// Fails with [`Error::InvalidConstraint`] if a grammar is invalid, not supported or too expensive.
+/// Fails with [`Error::InvalidConstraint`] if the constraint is invalid, not supported or too expensive.
 /// Fails with [`Error::CompilerBusy`] if the machine is too busy to compile the grammars in time.
 /// On systems other than Linux, an expensive grammar can also cause this error.
 pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
@@ -51,7 +51,7 @@ pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
 }
 
 /// Runs `compile` on a new thread, and waits for the result within `limits`.
-/// If `compile` exceeds the CPU limit or panics, the error names the part `name` of the request.
+/// `name` is the part of the request that the error names if `compile` exceeds the CPU limit or panics.
 fn run_limited<T: Send + 'static>(
     name: &str,
     limits: CompileLimits,
@@ -60,10 +60,9 @@ fn run_limited<T: Send + 'static>(
     let (sender, result) = mpsc::sync_channel(1);
     let (clock_sender, clock) = mpsc::sync_channel(1);
     let run = move || {
-        // The send does not block, because the channel has room for the clock.
         let _ = clock_sender.send(ThreadClock::new());
         let compiled = compile();
-        // The send fails if the receiver has given up. The thread still ends, because the compiler has its own limits.
+        // Each send fails only if the caller no longer waits. The compiler's own limits still bound this thread's work.
         let _ = sender.send((compiled, thread_time()));
     };
     let thread = thread::Builder::new().name("inferno-grammar".into()).stack_size(COMPILE_STACK);
@@ -93,7 +92,7 @@ fn run_limited<T: Send + 'static>(
     Err(Error::CompilerBusy { wait_s: limits.wait.as_secs_f64() }.into())
 }
 
-/// Creates the plan of the answer. The parts of the plan depend on the chat format.
+/// Compiles the grammars of a request, and creates the plan of its answer for the chat format.
 fn plan(request: ConstrainedRequest) -> Result<Plan> {
     let stops = request.stops();
     let (parts, start) = match (&request.chat, &request.language.chat) {
@@ -108,7 +107,7 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
 }
 
 /// Returns the parts of a text completion, which has no chat format, and the id of the first part.
-/// Fails if the request requires a tool call, or if only tools are constrained.
+/// Fails if the constraint requires a tool call, or if it has no grammar for the text.
 fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<AnswerPart>, PartId)> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {
@@ -134,7 +133,7 @@ mod tests {
     fn each_failure_has_its_own_message() {
         let invalid_grammar = failure(LONG, LONG, || Err(invalid("field", "unknown rule")));
         assert!(invalid_grammar.contains("field") && invalid_grammar.contains("unknown rule"), "{invalid_grammar}");
-        // Use a long CPU limit, because printing the backtrace of a panic takes CPU time.
+        // Use a long CPU limit, because a panic can print a backtrace, which takes CPU time.
         let panic = failure(LONG, LONG, || panic!("a panic of this test"));
         assert!(panic.contains("field") && panic.contains("the grammar compiler crashed"), "{panic}");
         let busy = failure(LONG, SHORT, || {

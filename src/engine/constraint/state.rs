@@ -16,7 +16,7 @@ pub struct ConstraintState {
     plan: Arc<Plan>,
     part: PartId,
     progress: PartProgress,
-    /// Whether the last token mask allowed only stop tokens, or only tokens that follow a complete grammar text.
+    /// See [`ConstraintState::must_end`].
     must_end: bool,
 }
 
@@ -24,18 +24,18 @@ pub struct ConstraintState {
 #[derive(Clone)]
 enum PartProgress {
     End,
-    /// The token sequences that are still possible, and how many of their tokens have been generated.
+    /// The indices of the token sequences that are still possible, and how many of their tokens have been generated.
     Choice {
         possible: Vec<usize>,
         position: usize,
     },
-    /// The last bytes of the text, which may be the start of a tag.
+    /// The last bytes of the text, which may be the start of the tag.
     Free {
         tail: Vec<u8>,
     },
     /// The position in a grammar, and whether the text has begun.
     /// The matcher consumes the `unread` tokens only in [`ConstraintState::allowed_tokens`],
-    /// which often runs while the GPU works.
+    /// so that on a GPU, this work can overlap with the pass.
     Grammar {
         matcher: Box<Matcher>,
         unread: Vec<u32>,
@@ -72,14 +72,14 @@ impl ConstraintState {
         !matches!(self.progress, PartProgress::Free { .. })
     }
 
-    /// Returns whether the last token mask allowed only stop tokens, or only tokens after a complete grammar text.
+    /// Returns whether the last mask allowed only stop tokens, or only tokens after the complete text of a grammar.
     pub fn must_end(&self) -> bool {
         self.must_end
     }
 
     /// Returns the tokens that may come next, or `None` for all tokens.
-    /// Fails if the grammar allows no token, if computing the mask exceeds a limit of `GrammarCompiler`,
-    /// or if the masks of the request take too much CPU time.
+    /// Fails if the grammar's text cannot end here and no token other than a stop token can continue it,
+    /// if computing the mask exceeds a limit of `GrammarCompiler`, or if the request's masks take too much CPU time.
     pub fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);
@@ -169,7 +169,7 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
         matcher.consume_tokens(tokens)?;
     }
     if matcher.is_error() || !matcher.is_stopped() {
-        // `compute_mask` fails with the matcher's own message if the matcher has an error.
+        // If the matcher has an error, `compute_mask` returns it.
         matcher.compute_mask().map(Some)
     } else if matcher.stop_reason().is_ok() {
         Ok(None)
@@ -179,7 +179,7 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
 }
 
 /// Returns the part that comes after free text, or `None` if `token` does not end the text.
-/// Fails if `token` ends a tag, and text other than whitespace follows the tag in the token.
+/// Fails if `token` completes the tag and also contains text other than whitespace after it.
 fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<PartId>> {
     if let Some((_, part)) = free.exits.iter().find(|(exit, _)| *exit == token) {
         return Ok(Some(*part));
@@ -195,7 +195,7 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
         tail.drain(..excess);
         return Ok(None);
     };
-    // The grammar applies from the next token on, so it cannot check text that follows the tag in this token.
+    // A grammar in the next part applies from the next token on, so it cannot check text after the tag in this token.
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
         bail!("cannot match the constraint: the model generated text after {tag} in the same token");
     }

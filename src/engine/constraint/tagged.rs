@@ -1,6 +1,6 @@
-//! Plans an answer in a chat format with tags: `<think>` around reasoning and `<tool_call>` around tool calls.
+//! Plans an answer in any chat format except harmony: reasoning in `<think>` tags, tool calls in `<tool_call>` tags.
 //!
-//! The grammar of the answer applies from the first token, or from the end of any reasoning.
+//! The grammar of the answer applies from the first token, or from the end of the reasoning if there is any.
 //! Tool calls are JSON objects in the format of Hermes and Qwen.
 //! Constrained tool calls require that `<tool_call>` and `</tool_call>` are control tokens.
 
@@ -78,10 +78,10 @@ fn control_token(request: &ConstrainedRequest, text: &str) -> Option<u32> {
     tokenizer.token_id(text).filter(|&id| tokenizer.is_control(id))
 }
 
-/// Returns the tags around tool calls, or `None` if the request has no tools or the tokenizer has no such tags.
-/// Without such tags, fails if the constraint requires a tool call.
-/// Also fails if a tool has a grammar for its arguments, but the tokenizer has a control token that starts tool calls
-/// of another format.
+/// Returns the tags around tool calls, or `None` if the request has no tools or a tag is not a control token.
+///
+/// Fails instead of returning `None` if the constraint requires a tool call, or if a tool has a grammar for its
+/// arguments and the tokenizer has a control token that starts tool calls of another format.
 fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
     let constraint = &request.constraint;
     let control = |text: &str| control_token(request, text);
@@ -94,7 +94,7 @@ fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
         _ if constraint.requires_tool => {
             Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"))
         }
-        // The model could call tools with tokens of another format, which the grammar does not describe.
+        // The model could call tools in the other format, and the grammars would not constrain these calls.
         _ if has_other_calls && constraint.tools.iter().any(|tool| tool.arguments.is_some()) => {
             Err(invalid("tools", "the chat format of this model does not support strict tools"))
         }
@@ -102,7 +102,7 @@ fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
     }
 }
 
-/// Returns the part with which an answer to `prompt` begins.
+/// Returns the id of the part with which the answer to `prompt` begins.
 fn first_part(prompt: &str) -> PartId {
     let prompt = prompt.trim_end();
     if prompt.ends_with(THINK) {

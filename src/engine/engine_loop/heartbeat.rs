@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// The start time of the engine thread's current step, and whether the thread has ended.
 pub struct Heartbeat {
     created: Instant,
-    /// Milliseconds from `created` to the start of the current step, plus 1. The value is 0 while the engine is idle.
+    /// Milliseconds from `created` to the start of the current step, plus 1, because 0 means that the engine is idle.
     step_started_ms: AtomicU64,
     has_stopped: AtomicBool,
 }
@@ -25,7 +25,7 @@ impl Heartbeat {
         self.step_started_ms.store(milliseconds + 1, Ordering::Relaxed);
     }
 
-    /// Records that the engine is waiting for requests.
+    /// Records that the engine is idle and waits for commands.
     pub fn rest(&self) {
         self.step_started_ms.store(0, Ordering::Relaxed);
     }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts values in ranges between bounds. One thread adds values without a lock, and any thread can read the counts.
+/// Counts values in buckets between bounds, and sums the values. Adding and reading take no lock.
 pub struct Histogram {
     bounds: &'static [u64],
     /// Entry i is the number of values v with `bounds[i - 1] < v <= bounds[i]`. Entry 0 has no lower bound.
@@ -23,7 +23,7 @@ pub struct HistogramStats {
 }
 
 impl Histogram {
-    /// Creates an empty histogram. `bounds` are in ascending order.
+    /// Creates an empty histogram. `bounds` must be in ascending order.
     pub fn new(bounds: &'static [u64]) -> Self {
         let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
         Self { bounds, counts, sum: AtomicU64::new(0) }

@@ -1,16 +1,14 @@
 //! The engine thread's loop: plan, step, deliver.
 //!
-//! Only the engine thread and the threads of the other ranks use the model.
+//! Only the engine thread, which runs the first rank, and the threads of the other ranks use the model.
 //!
 //! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
-//! - `step`: the [`Runner`] runs the model on the planned tokens.
-//!   The runner also chooses the next token of each sequence whose last token is in the step.
+//! - `step`: the [`Runner`] runs the model on the planned tokens, and chooses the tokens that follow.
 //! - `deliver`: the loop adds the events of the chosen tokens to the outbox, and removes sequences that have ended.
 //!   On a GPU, the loop usually sends these events while the GPU runs the next step.
 //!
-//! On a GPU, the loop queues most steps with two or more sequences before it knows the tokens of the previous step.
-//! If there is a decode graph, most steps of a single sequence run as this graph, which queues its own steps.
-//! Without a decode graph, the loop queues most steps of a single sequence too.
+//! On a GPU, the loop queues most steps before it knows the tokens of the previous step.
+//! If there is a decode graph, most decode steps of a single sequence run on this graph, which queues its own steps.
 //! The section "Queued steps" of docs/architecture.md explains why steps can be queued safely.
 //!
 //! The files of this folder:
@@ -54,7 +52,7 @@ pub enum EngineCommand {
     Run(RunnerCall),
     /// Call a function that reads or fills blocks of the KV cache, between two steps.
     Cache(CacheCall),
-    /// Call a function with the scheduler and the time on its clock, between two steps.
+    /// Call a function with the scheduler and the time on its clock, before the next step is planned.
     Inspect(InspectCall),
     /// Inject a fault, for tests.
     Fail(Fault),
@@ -80,7 +78,7 @@ enum Job {
     Call(RunnerCall),
 }
 
-/// A queued step and the sequences in it. The loop has not taken the step's tokens yet.
+/// A queued step, and the sequences and positions in it.
 struct QueuedWork {
     step: QueuedStep,
     work: Vec<SequenceWork>,
@@ -107,7 +105,7 @@ pub struct EngineLoop {
     queued_step: Option<QueuedWork>,
     /// The fault that a test has planned, if any.
     faults: FaultPlan,
-    /// Whether the device has stopped working. Every later step would fail.
+    /// Whether the device has stopped working, so that every later step would fail.
     is_device_broken: bool,
 }
 
@@ -142,7 +140,7 @@ impl EngineLoop {
         }
     }
 
-    /// Runs until a shutdown, until all handles are dropped, or until a device or a rank fails.
+    /// Runs until a shutdown, until all handles are dropped, or until the device or a rank has failed.
     ///
     /// When this function returns, unfinished requests fail, because their event channels close.
     pub fn run(mut self) {
@@ -162,7 +160,7 @@ impl EngineLoop {
                 self.end(id, Err(Error::WaitedTooLong.into()));
             }
             if plan.work.is_empty() {
-                // If a step is queued, no other work can run before its tokens are known.
+                // If a step is queued, the next step can be planned only when its tokens are known.
                 self.outbox.flush();
                 self.deliver_queued();
                 continue;
@@ -193,7 +191,8 @@ impl EngineLoop {
                 Ok(EngineCommand::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
                 Ok(EngineCommand::Cache(call)) => {
                     self.deliver_queued();
-                    // Forget the tokens that `RunnerCall`s have cached: a `CacheCall` may overwrite their blocks.
+                    // Stop the decode graph and forget the tokens that a `RunnerCall` has cached,
+                    // because a `CacheCall` may overwrite the blocks of both.
                     self.runner.reset();
                     call(&self.runner, self.scheduler.blocks_mut());
                 }

@@ -20,7 +20,7 @@ const PREEMPTIONS: &[u64] = &[0, 1, 2, 3, 4, 5, 10, 20];
 /// A snapshot of the engine's counters. A request for n answers counts as n requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct EngineStats {
-    /// Requests that have not started.
+    /// Requests that have neither started nor ended.
     pub waiting: u64,
     /// Requests that have started and not ended.
     pub running: u64,
@@ -30,11 +30,12 @@ pub struct EngineStats {
     pub canceled: u64,
     /// Ended requests that failed.
     pub failed: u64,
-    /// Tokens that were computed for a request after its client had canceled it or had the complete answer.
-    /// Includes only tokens of steps that began after the cancellation. A value other than 0 shows a bug in the engine.
+    /// Tokens generated for a request after its client had canceled it or had the complete answer.
+    /// Excludes the first of these tokens, because its step may have begun before the cancellation.
+    /// A value other than 0 shows a bug in the engine.
     pub tokens_after_cancel: u64,
     /// Tokens computed by prefill, including tokens recomputed after a preemption.
-    /// Excludes tokens reused from the prefix cache, and generated tokens that are recomputed one at a time.
+    /// Excludes tokens reused from the prefix cache, and tokens that are recomputed one at a time.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
     /// Tokens in the KV cache that belong to the last sequence of the latest step. 0 after a failed step.
@@ -46,7 +47,7 @@ pub struct EngineStats {
     pub steps_queued_ahead: u64,
     /// How often a running request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
-    /// Blocks of the KV cache that requests can use. 0 until a step or a request has ended.
+    /// Blocks of the KV cache that requests can use. 0 until the first step or request has ended.
     pub blocks: u64,
     /// Blocks that running requests use.
     pub used_blocks: u64,
@@ -60,7 +61,7 @@ pub struct EngineStats {
 pub struct Histograms {
     /// The number of tokens in each successful step, over all sequences of the step.
     pub step_tokens: Histogram,
-    /// How often each sequence was preempted before it ended.
+    /// How often each sequence in the scheduler was preempted before it ended.
     pub preemptions: Histogram,
 }
 

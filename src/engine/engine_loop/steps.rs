@@ -12,12 +12,12 @@ use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
 
-/// Whether a step was queued. Decides which function records the step's positions as computed in the scheduler.
+/// Whether a step was queued. Decides which function tells the scheduler that the step's positions are computed.
 #[derive(Clone, Copy)]
 enum StepMode {
-    /// The loop waited for the step. [`EngineLoop::deliver`] records its positions.
+    /// The loop waited for the step. [`EngineLoop::deliver`] tells the scheduler.
     Direct,
-    /// The step was queued. [`EngineLoop::record_queued`] has already recorded its positions.
+    /// The step was queued. [`EngineLoop::record_queued`] has already told the scheduler.
     Queued,
 }
 
@@ -43,7 +43,7 @@ impl EngineLoop {
         if self.queued_step.is_some() {
             self.deliver_queued();
             self.end_canceled();
-            // Drop the work of sequences that have just ended: complete, failed or canceled by the client.
+            // Drop the work of sequences that these two calls have ended.
             plan.work.retain(|work| self.scheduler.is_running(work.id));
             if plan.work.is_empty() {
                 return;
@@ -56,7 +56,7 @@ impl EngineLoop {
     }
 
     /// Waits for the tokens of the queued step, if there is one, and delivers them.
-    /// If the step failed, ends its sequences instead.
+    /// If the step failed, ends its sequences with the error instead.
     pub(super) fn deliver_queued(&mut self) {
         let Some(QueuedWork { step, work }) = self.queued_step.take() else { return };
         let Self { runner, sequences, .. } = self;
@@ -100,7 +100,7 @@ impl EngineLoop {
         Ok(())
     }
 
-    /// Queues a step after [`prepare`](Self::prepare). Returns `None` if the runner cannot queue the step.
+    /// Queues a step after [`prepare`](Self::prepare). Returns `None` if the step must run with [`step`](Self::step).
     fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
         let Self { runner, scheduler, sequences, .. } = self;
         runner.queue(&mut inputs(plan, scheduler, sequences)?)
@@ -123,14 +123,14 @@ impl EngineLoop {
         }
         self.scheduler.forget_prefixes();
         self.counters.cached_tokens.store(0, Ordering::Relaxed);
-        // After some errors, such as an illegal memory access, every call of the CUDA driver fails.
+        // After an illegal memory access, for example, every later CUDA call fails.
         if let Err(error) = self.runner.device().synchronize() {
             tracing::error!(%error, "the device no longer works: the engine stops");
             self.is_device_broken = true;
         }
     }
 
-    /// Adds the events of a step's tokens to the outbox. Ends the sequences that are complete or failed.
+    /// Adds the events of a step's tokens to the outbox. Ends the sequences that are complete or have failed.
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, mode: StepMode) {
         self.counters.publish(&self.scheduler);
         let tokens: usize = work.iter().map(|work| work.range.len()).sum();
@@ -196,8 +196,7 @@ impl EngineLoop {
             (StepMode::Queued, None) => self.scheduler.forget_prefixes(),
             (StepMode::Direct, None) | (StepMode::Queued, Some(_)) => {}
         }
-        // `cached_tokens` describes only the last sequence of the latest step.
-        // The counters `queried_tokens` and `hit_tokens` cover all sequences.
+        // Each sequence of a step overwrites the value, so the value of the last sequence remains.
         self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
     }
 }
@@ -209,7 +208,7 @@ fn inputs<'s>(
     sequences: &'s mut HashMap<SequenceId, Sequence>,
 ) -> Result<Vec<StepSequence<'s>>> {
     let mut inputs = Vec::with_capacity(plan.work.len());
-    // Skip the waiting sequences, of which there can be hundreds: `prepare` has started all planned sequences.
+    // Skip sequences that have not started. There can be hundreds, and `prepare` has started all planned sequences.
     let started = sequences.iter_mut().filter(|(_, sequence)| sequence.has_started());
     let mut borrowed: HashMap<SequenceId, &mut Sequence> = HashMap::with_capacity(plan.work.len());
     borrowed.extend(started.map(|(&id, sequence)| (id, sequence)));

@@ -1,6 +1,6 @@
 //! The client side of an engine: submits requests and returns event streams.
 //!
-//! - `preview`: predicts when a request would start
+//! - `preview`: predicts whether a request would start now
 //! - `score`: computes the logits or the negative log-likelihoods of given tokens
 //! - `replay`: recomputes a recorded answer
 //! - `prefix`: saves cached prefixes to files, and loads saved prefixes
@@ -71,12 +71,13 @@ impl EngineHandle {
     /// Queues a request and returns its event stream.
     ///
     /// Requests of one tenant with equal priority start in submission order.
-    /// Requests run at the same time if they fit in the KV cache, up to [`ModelInfo::max_sequences`].
-    /// Cached blocks of the prompt are reused, unless [`GenerateOptions::prompt_logprobs`] is set.
+    /// Up to [`ModelInfo::max_sequences`] answers are generated at the same time if they fit in the KV cache.
+    /// Reuses cached blocks of the prompt, unless [`GenerateOptions::prompt_logprobs`] is set.
+    /// [`GenerateOptions::cache_salt`] restricts which blocks are reused.
     ///
     /// Fails if
     /// - the prompt is empty, or a token id or an option is out of range
-    /// - the prompt is a conversation, and the model has no chat format or cannot render the conversation
+    /// - the prompt is a conversation, and the model has no chat format or the format cannot render the conversation
     /// - the prompt leaves no room for an answer ([`Error::ContextFull`] or [`Error::PromptTooLong`])
     /// - the constraint is invalid, not supported or too expensive ([`Error::InvalidConstraint`])
     /// - the machine is too busy to compile the constraint in time ([`Error::CompilerBusy`])
@@ -90,8 +91,8 @@ impl EngineHandle {
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
     /// The answers share the prefill.
-    /// Answer i, counted from 0, uses the request's seed plus i, as if it were requested alone with that seed.
-    /// Fails like [`submit`](Self::submit), and if `n` is not between 1 and 128.
+    /// Answer i, counted from 0, is sampled with the request's seed plus i.
+    /// Fails like [`submit`](Self::submit), and also if `n` is not between 1 and 128.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;
@@ -101,7 +102,7 @@ impl EngineHandle {
         let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
             Prompt::Chat { messages, render } => {
                 let (rendered, format) = (self.render(&messages, &render)?, language.chat_format()?);
-                // An answer that must match a grammar is text, even if it looks like a tool call.
+                // Given tools, some parsers read plain text as a tool call. Text that matches a grammar must stay text.
                 let has_grammar = options.constraint.as_ref().is_some_and(|constraint| constraint.answer.is_some());
                 let tools = if has_grammar { &[] } else { &render.tools[..] };
                 let parser = || format.parser(&rendered).with_tools(&language.tokenizer, tools);
@@ -169,7 +170,7 @@ impl EngineHandle {
     }
 
     /// Compiles the constraint of a request, if any.
-    /// The first call with a constraint also builds the grammar compiler. See [`GrammarCompiler::new`].
+    /// The first call with a constraint also builds the grammar compiler.
     fn prepare_constraint(
         &self,
         options: &mut GenerateOptions,
@@ -208,7 +209,8 @@ impl EngineHandle {
 
     /// Renders a conversation to text and token ids.
     ///
-    /// Fails with [`Error::PromptTooLong`] before rendering if the conversation is far longer than the context.
+    /// Fails if the model has no chat format, or if the format cannot render the conversation.
+    /// Fails with [`Error::PromptTooLong`], before rendering, if the conversation is far longer than the context.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         self.check_text(messages.iter().map(Message::text_bytes).sum())?;
         self.shared.language.render(messages, options)
@@ -274,12 +276,12 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
+    /// Returns how decode steps usually run while one request is active: as a CUDA graph, or one operation at a time.
     pub fn execution_mode(&self) -> ExecutionMode {
         self.shared.info.execution_mode
     }
 
-    /// Returns why decode steps cannot use the decode graph, or `None` if decode steps can use it.
+    /// Returns why the engine has no decode graph, or `None` if it has one.
     pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
         self.shared.info.no_decode_graph.as_ref()
     }
@@ -293,13 +295,14 @@ impl EngineHandle {
         self.shared.counters.histograms()
     }
 
-    /// Returns the seconds from each cancellation to the end of its request, and empties the list of these times.
+    /// Returns how long each canceled request took to end, in seconds, and empties the list of these times.
+    /// Covers only requests whose client ended the stream, and at most 10,000 of them.
     pub(crate) fn take_cancel_times(&self) -> Vec<f64> {
         self.shared.counters.take_cancel_times()
     }
 
-    /// Returns false if a device has failed, if the engine thread has ended, or if its current step has taken longer
-    /// than `limit`. Otherwise, returns true.
+    /// Returns whether the engine thread is alive, its current step, if any, has taken at most `limit`, and no device
+    /// has failed.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
@@ -309,8 +312,8 @@ impl EngineHandle {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of the failed device, or `None` if no device has failed. With a single rank, always `None`.
-    /// The engine stops after such a failure.
+    /// Returns the error of the failed device, or `None` if no device has failed or there is only one rank.
+    /// The engine stops after a failure.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()
     }
@@ -324,8 +327,8 @@ impl EngineHandle {
     /// Rejects new requests, and waits until all accepted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
-        // Another thread that read `is_draining` before the flag was set may still submit a request.
-        // After `EngineCommand::Drain`, the engine thread rejects such requests.
+        // A thread that read `is_draining` before the flag was set can still submit a request.
+        // The engine thread rejects requests that arrive after `EngineCommand::Drain`.
         self.send(EngineCommand::Drain)?;
         self.with_runner(|_| ())
     }
@@ -344,7 +347,7 @@ impl EngineHandle {
         }
     }
 
-    /// Calls a function on the engine thread with the runner and waits for the result.
+    /// Calls a function with the runner on the engine thread, and waits for the result.
     ///
     /// The call runs when all earlier requests have ended, and delays later requests.
     /// The function may overwrite the KV cache, so the engine first forgets all cached prefixes.

@@ -11,7 +11,7 @@ use crate::engine::engine_loop::EngineCommand;
 use crate::files;
 use crate::runner::Runner;
 
-/// The maximum size of the header and the token ids of a saved prefix together, in bytes.
+/// How much larger a prefix file may be than the KV caches, in bytes. The header and the token ids need this room.
 /// The value is the limit of the `safetensors` crate for the header alone.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
@@ -19,10 +19,10 @@ impl EngineHandle {
     /// Saves the keys and values of the longest cached prefix of `ids` to a file. Returns the number of saved tokens.
     ///
     /// [`load_prefix`](Self::load_prefix) reads the file.
-    /// Ignores prefixes that were cached by requests with a cache salt.
-    /// In an engine that is not deterministic, also ignores prefixes that were cached by deterministic requests.
-    /// If no other prefix is cached, writes no file and returns 0.
-    /// Fails if the keys and values cannot be read, or if the file cannot be written.
+    /// Finds only prefixes that were cached by requests without a cache salt.
+    /// In an engine that is not deterministic, does not find prefixes of deterministic requests.
+    /// If no such prefix is cached, writes no file and returns 0.
+    /// Fails if the keys and values cannot be read, if the file cannot be written, or if the engine stops.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
         let ids = ids.to_vec();
         let path = path.to_path_buf();
@@ -35,9 +35,9 @@ impl EngineHandle {
     /// Returns 0 if the cache has too few free blocks.
     /// Also returns 0 if the prefix was saved with other model files, with another build of inferno, or with other
     /// settings that change keys and values, such as the dtype, the quantization or the attention kernel.
-    /// For deterministic engines, the number of devices and the split must be equal too.
-    /// Fails if the file cannot be read, is not a complete prefix file, or is far larger than the KV caches of all ranks
-    /// together.
+    /// For deterministic engines, these settings include the number of devices, the split, and a chunk size below 512.
+    /// Fails if the file cannot be read, is not a complete prefix file, or is over 100 MB larger than the KV caches of
+    /// all ranks together. Also fails if the engine stops.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         // Read the file on the client's thread, so that the engine thread does not wait for the file.
         let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);

@@ -1,4 +1,4 @@
-//! Predicts whether and when a request would start, without running the request.
+//! Predicts whether a request would start now, without running the request.
 
 use std::sync::mpsc;
 
@@ -9,18 +9,18 @@ use crate::engine::engine_loop::EngineCommand;
 use crate::engine::requests::{GenerateOptions, Request};
 use crate::engine::scheduler::{NewSequence, Preview, SequenceId};
 
-/// The predicted start of a request, as if it were submitted now.
+/// The prediction of [`EngineHandle::preview`] for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestPreview {
     pub prompt_tokens: usize,
     /// The maximum number of tokens in each answer.
     pub max_tokens: usize,
-    /// Whether the request would start now, its position in the queue, and the number of blocks that it needs.
+    /// Whether the request would start now, how many sequences are ahead of it, and how many blocks it needs.
     pub preview: Preview,
 }
 
 impl EngineHandle {
-    /// Predicts whether and when a request for `answers` answers would start.
+    /// Predicts whether a request for `answers` answers would start at once if it were submitted now.
     ///
     /// Fails like [`submit_n`](Self::submit_n), but does not check the constraint or whether the engine is draining.
     /// Waits until the engine thread plans its next step.
@@ -35,7 +35,7 @@ impl EngineHandle {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(EngineCommand::Inspect(Box::new(move |scheduler, now| {
             let new = NewSequence {
-                // The ids of the sequence and its forks are larger than all ids in use.
+                // With ids larger than all ids in use, the request comes after requests of equal priority and arrival.
                 id: SequenceId::MAX - answers as SequenceId,
                 prompt: ids,
                 cache_salt: options.cache_salt,

@@ -25,10 +25,10 @@ pub struct Divergence {
 }
 
 impl EngineHandle {
-    /// Recomputes the answer at `index` among the answers to `request`.
-    /// Compares the tokens with `answer`, the record of this answer. Generates no more tokens than the record has.
-    /// Returns the first token whose id differs, if any. Does not compare log probabilities.
+    /// Recomputes a recorded answer. Returns the first token whose id differs from the record, if any.
     ///
+    /// `index` is the position of `answer` among the answers to `request`.
+    /// Generates no more tokens than the record has. Does not compare log probabilities.
     /// Fails like [`submit`](Self::submit), and if the generation fails.
     pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {
         let mut options = GenerateOptions::new(request.sampling.clone());

@@ -10,11 +10,12 @@ use crate::runner::Runner;
 const LOGITS_ROWS: usize = 256;
 
 impl EngineHandle {
-    /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
+    /// Returns the logits after every token of `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
-    /// Fails if `ids` are empty or do not fit in the context. Waits until all earlier requests have ended.
-    /// Needs up to 2 × tokens × vocab × 4 bytes on the device, because the logits of several chunks are copied
-    /// into one tensor.
+    /// Waits until all earlier requests have ended.
+    /// Fails if `ids` is empty, contains an id outside the vocabulary, or does not fit in the context.
+    /// Needs device memory for up to two copies of the logits, because the logits of several chunks are copied into
+    /// one tensor.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
         // Return a CPU tensor. The caller's thread would free a GPU tensor on the stream of the engine thread,
@@ -25,8 +26,8 @@ impl EngineHandle {
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
     /// A text longer than the context is split into windows.
-    /// Each window after the first starts with the last `context / 2` tokens of the previous window.
-    /// In these windows, the model therefore sees at least `context / 2` tokens before each token that it scores.
+    /// Each window after the first starts with the last `context / 2` tokens of the previous window, and scores only
+    /// the tokens after them. Each of these tokens therefore has at least `context / 2` tokens before it.
     ///
     /// Fails if a token id is not in the vocabulary, or if the text or the context has fewer than 2 tokens.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
@@ -53,7 +54,8 @@ fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
     while losses.len() + 1 < ids.len() {
         let end = (start + window).min(ids.len());
         let window_losses = window_nll(runner, &ids[start..end])?;
-        // Skip the tokens that the previous window has already scored, with more context.
+        // Keep the scores from the previous window for the tokens that both windows contain.
+        // In that window, more tokens precede them.
         let known = losses.len() - start;
         losses.extend(&window_losses[known..]);
         start = end - (window / 2).min(end);

@@ -8,11 +8,12 @@ use crate::error::Error;
 use crate::kernels::sampling::MAX_LOGPROBS;
 use crate::runner::PromptParts;
 
-/// The maximum size of a prompt, in bytes per token of context.
+/// The maximum size of a prompt above [`MIN_TEXT_BYTES`], in bytes per token of context.
 /// Text rarely has more bytes per token, so a longer text is unlikely to fit in the context.
 const MAX_BYTES_PER_TOKEN: usize = 32;
 
-/// Prompts of up to this many bytes are always encoded, so that an error can state the number of tokens.
+/// Prompts of up to this many bytes are always encoded.
+/// If such a prompt is too long, the error [`Error::ContextFull`] therefore states the number of its tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
 
 /// The maximum number of answers to one request, as in OpenAI's API.

@@ -22,7 +22,7 @@ pub struct ModelInfo {
     pub vocab_size: usize,
     /// The longest context that the model supports, in tokens.
     pub max_context: usize,
-    /// The context length for which the KV cache is allocated, in tokens.
+    /// The context length: the maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
     /// The maximum number of tokens in one forward pass, over all sequences.
     pub chunk: usize,
@@ -31,11 +31,11 @@ pub struct ModelInfo {
     /// The attention kernel outside the decode graph, which has its own attention kernel.
     /// If layers use different kernels, the kernel of the first rank's last layer.
     pub attention: AttentionBackend,
-    /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
+    /// How decode steps usually run while one request is active: as a CUDA graph, or one operation at a time.
     pub execution_mode: ExecutionMode,
-    /// Why decode steps cannot use the decode graph. `None` if decode steps can use it.
+    /// Why the engine has no decode graph. `None` if it has one.
     pub no_decode_graph: Option<NoDecodeGraph>,
-    /// Whether answers never depend on other requests.
+    /// Whether all answers are deterministic: no answer depends on other requests.
     /// See [`EngineBuilder::deterministic`](crate::engine::EngineBuilder::deterministic).
     pub is_deterministic: bool,
     /// How to divide the prompts of requests with [`deterministic`](crate::GenerateOptions::deterministic).
@@ -63,10 +63,10 @@ pub struct ModelInfo {
 
 /// Load times in seconds.
 ///
-/// The tokenizer loads in parallel with the weights, so the sum of the times can exceed `total_s`.
+/// The tokenizer loads while the devices open and the weights load, so the sum of the times can exceed `total_s`.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct LoadTimes {
-    /// Time to read config.json and the weight headers.
+    /// Time to read config.json and the headers of the weight files.
     pub headers_s: f64,
     /// Time to load and check the tokenizer and the chat format.
     pub tokenizer_s: f64,

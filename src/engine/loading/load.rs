@@ -39,12 +39,13 @@ pub struct LoadOptions<'o> {
     /// If the model does not fit in memory even with the smallest chunk, the default is halved until the model fits,
     /// but not below 2,048.
     pub context: Option<usize>,
-    /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
+    /// The prefill chunk size in tokens.
+    /// `None` selects up to 8,192 on a GPU and up to 256 on a CPU, depending on the free memory and the context.
     pub chunk: Option<usize>,
     /// The minimum number of full-context sequences that the KV cache can hold. More sequences fit if they are shorter.
     pub sequences: usize,
-    /// The maximum number of sequences that run at once. `None` selects 256, which is also the upper limit.
-    /// The chunk size is another upper limit, because a step must have room for one token of every running sequence.
+    /// The maximum number of sequences that run at once. `None` selects the upper limit: 256 or the chunk size,
+    /// whichever is less. A step must have room for one token of every running sequence.
     pub max_sequences: Option<usize>,
     /// The memory to use on each device. The KV cache gets what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as `sequences` requires.
@@ -59,7 +60,7 @@ pub struct LoadOptions<'o> {
     pub deterministic: bool,
     /// Whether steps can be queued before the tokens of the previous step are known.
     /// `None` means `true` on a GPU and `false` on a CPU.
-    /// A GPU never queues steps with `eager`, if ranks share the GPU, or if the host copies data between ranks.
+    /// On a GPU, no steps are queued if `eager` is set, if ranks share a GPU, or if the host copies data between ranks.
     /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps).
     pub queue_steps: Option<bool>,
     /// Whether to load the kernels of dense matrix products before the first request.
@@ -68,9 +69,9 @@ pub struct LoadOptions<'o> {
     /// The attention kernel. Loading fails if the device or the model does not support the kernel.
     /// The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
-    /// A progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
-    /// Its second argument is the size of all tensors for the first device. Both sizes are in bytes.
-    /// A tensor counts with its whole size in the model's files, even if the device loads only a part of the tensor.
+    /// A progress callback. Its arguments are the size of the tensors that the first device has loaded so far,
+    /// and the size of all tensors for the first device, in bytes.
+    /// A tensor counts with its whole size in the model's files, even if the device loads only a part of it.
     /// The second argument also counts tensors that are never loaded, such as a vision tower.
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs when all devices are open. Its argument is the device with the least free memory.
@@ -117,8 +118,8 @@ pub struct EngineParts {
 
 /// Loads the model at the path `dir`: a snapshot directory or a GGUF file.
 ///
-/// If the architecture is not supported, or if the memory plan exceeds the free memory, fails before any memory is
-/// allocated for the model.
+/// Fails if the architecture is not supported, or if the memory plan exceeds the free memory. In both cases, fails
+/// before it allocates memory for the model.
 pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
@@ -134,7 +135,7 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     log(&info);
     tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
     let runner = model.runner;
-    // With LongRoPE, contexts longer than the default use other RoPE factors.
+    // With LongRoPE, a context longer than `default_context` selects other RoPE factors, so keys and values differ.
     let has_long_context = runner.limits().context > config.architecture.default_context();
     let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_parts());
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
@@ -213,7 +214,7 @@ fn model_info(
 ///
 /// The weight files are identified by path, size and modification time, and config.json by size and modification time.
 /// Other files, such as tokenizer.json, do not affect the string.
-/// If the engine is deterministic, the string includes the number of ranks and the split.
+/// If the engine is deterministic, the string includes the prompt parts, the number of ranks and the split.
 fn fingerprint(
     dir: &Path,
     checkpoint: &Checkpoint,
@@ -280,8 +281,8 @@ struct OnDevice {
 }
 
 /// Plans the memory of a model, loads the weights and creates the runner.
-/// Fails before it plans the memory if `is_refused` is set, which means that the tokenizer or the chat format failed to
-/// load, or that `check_language` rejected them.
+/// Fails early if `is_refused` is set by the time the devices are open: the tokenizer or the chat format failed to
+/// load, or `check_language` rejected them.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -318,8 +319,8 @@ fn load_onto_device(
         if !device::is_out_of_memory(&error) {
             return error;
         }
-        // Another process may have allocated memory after `choose` checked the free memory.
-        // Keep the out-of-memory error of the device as the cause.
+        // The plan fit in the free memory, but another process may have allocated memory since then.
+        // Report how much memory is free now, and keep the device's error as the cause.
         let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
         error.context(memory.first().out_of_memory(capacity.context, &device_info))
     })?;

@@ -102,8 +102,8 @@ impl RankLoader<'_> {
         self.load_rank(self.connect(world, &device)?, &device, &LoadProgress::silent())
     }
 
-    /// Connects the GPU of this rank to the GPUs of all other ranks, so that they exchange tensors without the host.
-    /// Returns `world` unchanged on a CPU, with a single rank, or if no exchange path works.
+    /// Connects the GPU of this rank to the GPUs of all other ranks, so that kernels exchange tensors instead of copies
+    /// that the host starts. Returns `world` unchanged on a CPU, with a single rank, or if no exchange path works.
     fn connect(&self, world: World, device: &Device) -> Result<World> {
         Ok(exchange::connect(world, device, self.exchange_paths)?)
     }
@@ -164,8 +164,8 @@ fn load_all<O: Send, F, T: Send>(
 
 /// Calls `load` for the rank of `world`. Returns `None` if `load` fails or panics.
 ///
-/// If `load` fails or panics, ends the world. If no other rank has failed before, stores the error in `first_failed`.
-/// In a world with a single rank, resumes the panic instead.
+/// In both cases, ends the world, and stores the error in `first_failed` if no other rank has failed before.
+/// In a world with a single rank, resumes a panic instead.
 fn guarded<T>(
     world: &World,
     first_failed: &Mutex<Option<anyhow::Error>>,
@@ -180,14 +180,14 @@ fn guarded<T>(
     let mut first_failed = first_failed.lock().unwrap_or_else(PoisonError::into_inner);
     let reason = failure(world, &error_message(&error));
     first_failed.get_or_insert_with(|| named(world, error));
-    // The other ranks fail because this rank ends the world. Their errors do not matter.
+    // The end of the world makes the other ranks fail. `first_failed` already has an error, so theirs are dropped.
     world.end(&reason);
     None
 }
 
-/// Adds the number of the GPU to an error, unless the error is an [`Error`] or there is only one rank.
+/// Returns an error that names the rank's GPU. Returns an [`Error`], or the error of a single rank, unchanged.
 ///
-/// Replaces a CUDA error with [`Error::GpuFailed`], unless the error is a lack of memory.
+/// Replaces a CUDA error with [`Error::GpuFailed`], unless the GPU is out of memory. Adds context to all other errors.
 fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if world.size() == 1 || error.is::<Error>() {
         return error;
@@ -197,8 +197,8 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if is_cuda_error && !device::is_out_of_memory(&error) {
         return Error::GpuFailed(failure(world, &error_message(&error))).into();
     }
-    // The GPU may not be the cause: the error can be about a file, or about a lack of memory.
-    // If memory is lacking, `load.rs` adds an explanation to this error.
+    // The GPU itself may work: the error can be about a file, or the GPU can be out of memory.
+    // In the latter case, `load.rs` adds an explanation to this error.
     error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 

@@ -12,12 +12,12 @@ use crate::error::Error;
 /// The memory plans of all ranks, and the device of each plan.
 pub(super) struct RankMemory {
     ranks: Vec<(MemoryPlan, DeviceInfo)>,
-    /// The layers of each rank. `None` if every rank holds a part of each layer.
+    /// The layers of each rank. `None` if there is only one rank, or if every rank holds a part of each layer.
     pub stages: Option<Vec<Range<usize>>>,
 }
 
 impl RankMemory {
-    /// Divides the model of `plan` among ranks. `infos` holds the device of each rank.
+    /// Divides the model of `plan` among ranks. `infos` describes the device of each rank.
     ///
     /// If `limit` is set, the ranks on a device together use at most this amount of the device's memory.
     /// Fails if `limit` is set but the total memory of a device is unknown.
@@ -32,9 +32,9 @@ impl RankMemory {
         let mut infos = infos.to_vec();
         // Several ranks can run on one device and share its memory.
         let ranks = devices.max_ranks_per_device() as u64;
-        // `usable_bytes` is the memory that each rank may use, at most the limit.
-        // `free_bytes` becomes the rank's share of the free memory, regardless of the limit:
-        // `MemoryPlan::choose` compares the plan with both values, and error messages name the free memory.
+        // `free_bytes` becomes each rank's share of the free memory, regardless of the limit.
+        // `usable_bytes` is this share, or the rank's share of the limit if that is less.
+        // Both are needed: `MemoryPlan::choose` checks both, and error messages name the free memory.
         let mut usable_bytes = Vec::with_capacity(infos.len());
         for device in &mut infos {
             device.free_bytes /= ranks;
@@ -68,15 +68,14 @@ impl RankMemory {
         Ok(Self { ranks: infos.into_iter().enumerate().map(rank).collect(), stages })
     }
 
-    /// Returns the smallest context and the smallest chunk size that any rank's plan chooses.
-    /// See [`MemoryPlan::choose`].
+    /// Returns the smallest context and the smallest chunk size that [`MemoryPlan::choose`] chooses for any rank.
     /// If memory is short, the error suggests a context that fits on all ranks, unless there is none.
     pub fn choose(&self, context: Option<usize>) -> Result<Capacity> {
         let capacities = self.ranks.iter().map(|(plan, device)| plan.choose(context, device));
         let capacities = capacities.collect::<Result<Vec<_>>>().map_err(|mut error| {
             if let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_mut() {
                 let largest = self.ranks.iter().map(|(plan, device)| plan.largest_context(device));
-                // `None` is less than any context, so the minimum is `None` if no context fits on one of the ranks.
+                // `None` is less than any context, so the minimum is `None` if no context fits on at least one rank.
                 *fitting_context = largest.chain([*fitting_context]).min().flatten();
             }
             error

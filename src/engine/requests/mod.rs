@@ -5,7 +5,7 @@
 //! - `outbox`: the events that the engine thread sends to the client
 //! - `client_end`: how and when the client ended the sequence
 //! - `stream`: the answer on the client's thread; `output`: turns its tokens into text; `stop`: finds stop strings
-//! - `record`: the data to recompute an answer later
+//! - `record`: records of requests and answers, from which the answers can be recomputed
 
 mod client_end;
 mod outbox;

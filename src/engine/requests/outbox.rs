@@ -9,10 +9,10 @@ use super::request::FinishReason;
 use crate::runner::{ChosenToken, TokenLogprobs};
 
 /// A message to the client of a sequence. The engine thread sends all messages, with one exception:
-/// after a device has failed, the thread that notices the failure sends `Failed` (see `rank_failure.rs`).
+/// after one of several devices has failed, any thread can send `Failed` (see `rank_failure.rs`).
 #[derive(Debug)]
 pub enum SequenceEvent {
-    /// The prefill starts after the first `cached_tokens` tokens, which are in the KV cache.
+    /// The prefill starts after the first `cached_tokens` tokens of the prompt, which are in the KV cache.
     Started {
         cached_tokens: usize,
         at: Instant,
@@ -30,7 +30,8 @@ pub enum SequenceEvent {
 
 /// Events to send, in order.
 ///
-/// Each send can wake a client's thread. The engine therefore collects events, and sends them while the device is busy.
+/// Each send can wake a client's thread, which takes time. The engine thread therefore collects events, and sends them
+/// while the device is busy.
 #[derive(Default)]
 pub struct Outbox(Vec<(UnboundedSender<SequenceEvent>, SequenceEvent)>);
 

@@ -27,7 +27,7 @@ pub struct Output {
 enum OutputReader {
     /// A parser that separates reasoning, answer and tool calls.
     Chat(Box<Parser>),
-    /// A decoder of plain text. All text belongs to the answer.
+    /// A decoder of plain text. All text is on the answer channel.
     Raw(TextStream),
 }
 
@@ -48,9 +48,9 @@ impl Output {
         Self { language, reader, stop, tokens: 0, min_tokens: *min_tokens, stop_token_ids, ignore_eos: *ignore_eos }
     }
 
-    /// Adds a token. Returns the new text, but holds back text that is incomplete or may become a stop string.
-    /// The stop tokens of the request add no text of their own.
-    /// Without a chat format, the model's stop tokens add none either, unless the request ignores them.
+    /// Adds a token. Returns the new text, but holds back text that is incomplete or may begin a stop string.
+    /// A token in `stop_token_ids` of the request adds no text.
+    /// Without a chat format, the model's stop tokens add no text either, unless the request ignores them.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         self.tokens += 1;
         if self.stop_token_ids.contains(&token) {
@@ -65,7 +65,7 @@ impl Output {
         Ok(self.until_stop(deltas))
     }
 
-    /// Ends the text. Returns what the decoder and the search for stop strings still hold back.
+    /// Ends the text. Returns the text that was still held back.
     pub fn finish(&mut self) -> Result<Vec<Delta>> {
         let held = match &mut self.reader {
             OutputReader::Chat(parser) => parser.finish(&self.language.tokenizer)?,
@@ -102,8 +102,7 @@ impl Output {
         }
     }
 
-    /// Cuts the answer text off at the first stop string.
-    /// The stop string must end after the first `min_tokens` tokens, as in vLLM.
+    /// Cuts the answer text off at the first stop string that ends after the first `min_tokens` tokens, as in vLLM.
     /// Passes the text of other channels through unchanged.
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
         let mut passed = Vec::new();
@@ -113,7 +112,7 @@ impl Output {
             } else if delta.channel == Channel::Answer {
                 passed.extend(answer(self.stop.push(&delta.text)));
             } else {
-                // Emit the held-back answer text first, because it can no longer become a stop string.
+                // Emit the held-back answer text first: it precedes `delta`, and can no longer begin a stop string.
                 passed.extend(answer(self.stop.finish()));
                 passed.push(delta);
             }

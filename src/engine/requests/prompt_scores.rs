@@ -5,14 +5,15 @@ use std::ops::Range;
 
 use crate::runner::{TokenLogprobs, TokensToScore};
 
-/// Selects the prompt tokens that each step scores, and holds their log probabilities until they are sent.
+/// Selects the prompt tokens that each step scores, and holds their log probabilities until the engine takes them.
 pub struct PromptScores {
     /// The number of most likely tokens to report for each prompt token.
     top: usize,
     prompt_tokens: usize,
-    /// The number of tokens whose log probabilities have been sent. The first prompt token has no log probability.
+    /// The number of tokens whose log probabilities have been sent.
+    /// The first prompt token has no log probability, and does not count.
     sent: usize,
-    /// The log probabilities that the current step computes.
+    /// The log probabilities of the current step, until they are taken.
     step: Vec<TokenLogprobs>,
 }
 
@@ -21,7 +22,7 @@ impl PromptScores {
         Self { top, prompt_tokens, sent: 0, step: Vec::new() }
     }
 
-    /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`, if there are any.
+    /// Returns the prompt tokens to score in a step with the input tokens `tokens[range]`, or `None` if there are none.
     ///
     /// A preempted sequence recomputes tokens, but does not score them again.
     pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<TokensToScore<'s>> {
@@ -32,7 +33,7 @@ impl PromptScores {
         Some(TokensToScore { first, tokens, top: self.top, logprobs: &mut self.step })
     }
 
-    /// Takes the log probabilities that the last step computed, or returns `None` if it computed none.
+    /// Takes the log probabilities that the current step has computed, or returns `None` if it computed none.
     pub fn take(&mut self) -> Option<Vec<TokenLogprobs>> {
         Some(mem::take(&mut self.step)).filter(|step| !step.is_empty())
     }

@@ -38,9 +38,9 @@ pub struct GenerationRecord {
     pub error: Option<String>,
 }
 
-/// The build, the device and engine settings that can affect the tokens of an answer.
-/// Lacks the number of ranks and how they divide the model, which can affect the tokens too.
-/// With several devices, `device` is the one that had the least free memory.
+/// The build, the device and the engine settings that can affect the tokens of an answer.
+/// The number of ranks and the split can affect the tokens too, but are not recorded.
+/// With several devices, `device` is the one that had the least free memory before the weights were loaded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EngineRecord {
     pub build: String,
@@ -66,7 +66,7 @@ pub struct RecordedRequest {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RequestRecord {
     pub prompt: Vec<u32>,
-    /// The rendered conversation, if the request has a constraint.
+    /// The rendered conversation, if the prompt is a conversation and the request has a constraint.
     pub chat: Option<ChatPrompt>,
     pub sampling: SamplingParams,
     pub stop_token_ids: Vec<u32>,
@@ -78,11 +78,11 @@ pub struct RequestRecord {
     pub deterministic: bool,
 }
 
-/// The part of an answer that the client received.
+/// An answer, or the part of it that the server had received from the engine when the request was canceled or failed.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RecordedAnswer {
     pub tokens: Vec<u32>,
-    /// The log probability of each token, if the request asked for log probabilities.
+    /// The log probability of each token. Empty if the request did not ask for log probabilities.
     pub logprobs: Vec<f32>,
     /// How the answer ended, such as `stop`, `canceled` or `error`.
     pub finish: String,
@@ -108,7 +108,7 @@ impl GenerationRecord {
         size_of::<Self>() + texts + self.engine.heap_bytes() + entries + requests
     }
 
-    /// Fails if the record has a version that this build cannot read.
+    /// Returns an error if this build cannot read the record's version.
     pub fn check_version(&self) -> Result<()> {
         match self.version {
             VERSION => Ok(()),
@@ -174,7 +174,8 @@ impl EngineRecord {
 }
 
 impl RequestRecord {
-    /// Creates the record of a request. Call this function before the constraint is taken out of `options`.
+    /// Creates the record of a request. Call this function before `prepare_constraint`, which takes the constraint out
+    /// of `options`.
     pub fn new(prompt: &[u32], chat: Option<&ChatPrompt>, options: &GenerateOptions) -> Self {
         Self {
             prompt: prompt.to_vec(),
@@ -229,7 +230,7 @@ mod tests {
         assert_eq!(engine().differences(&now), expected);
     }
 
-    /// The memory estimate must also hold for short requests, whose tokens are only a small part of the record.
+    /// The estimate must count more than the tokens, which are only a small part of a short request's record.
     #[test]
     fn the_size_of_a_record_includes_all_its_parts() {
         let request = RequestRecord::new(&[1, 2, 3], None, &GenerateOptions::new(SamplingParams::greedy()));

@@ -1,4 +1,4 @@
-//! Requests to the engine: prompts and generation options.
+//! Requests to the engine: prompts, generation options and finish reasons.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::engine::sampling::SamplingParams;
 #[derive(Clone, Debug)]
 pub struct Request {
     pub prompt: Prompt,
-    /// `None` selects the model's sampling defaults and the defaults of [`GenerateOptions::new`].
+    /// `None` means [`GenerateOptions::new`] with the model's sampling defaults.
     pub options: Option<GenerateOptions>,
 }
 
@@ -24,16 +24,16 @@ pub struct Request {
 pub enum Prompt {
     /// A conversation, to render in the model's chat format. The request fails if the model has no chat format.
     Chat { messages: Vec<Message>, render: RenderOptions },
-    /// A text to continue without a chat format. All generated text belongs to the answer.
+    /// A text to continue without a chat format. All generated text is on the answer channel.
     Text(String),
-    /// Token ids to continue without a chat format.
+    /// Token ids to continue without a chat format, like [`Text`](Self::Text).
     Ids(Vec<u32>),
 }
 
 impl Request {
     /// Creates a request for the next message of a conversation.
     ///
-    /// Until [`render`](Self::render) sets other options, uses medium reasoning effort, no tools and today's date.
+    /// Uses medium reasoning effort, no tools and today's date, unless [`render`](Self::render) sets other options.
     pub fn chat(messages: impl Into<Vec<Message>>) -> Self {
         let render = RenderOptions {
             tools: Vec::new(),
@@ -70,57 +70,57 @@ impl Request {
     }
 }
 
-/// The options of a request: how its answers are sampled, when they end, and how the request is scheduled.
+/// The options of a request, such as how its answers are sampled, when they end, and how the request is scheduled.
 ///
 /// [`EngineHandle::defaults`](crate::engine::EngineHandle::defaults) returns the model's sampling defaults.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
     pub sampling: SamplingParams,
-    /// The maximum number of tokens to generate. `None` allows as many as fit in the context.
+    /// The maximum number of tokens in each answer. `None` allows as many as fit in the context.
     /// With 0, the request only computes its prompt.
     pub max_tokens: Option<usize>,
     /// Strings that end the answer. The answer does not include them.
-    /// Only the answer channel is searched for them, not the reasoning or the tool calls.
+    /// They have no effect in the reasoning or in tool calls.
     pub stop: Vec<String>,
     /// Tokens that end the answer, in addition to the model's stop tokens. Their text is not part of the answer.
     pub stop_token_ids: Vec<u32>,
     /// The minimum number of tokens to generate before a stop token.
-    /// A stop string can begin before this minimum, but must end in the text of a later token.
-    /// The answer ends before this minimum if it reaches `max_tokens` or fills the context,
-    /// or if only a stop token can follow according to the constraint.
+    /// A stop string can begin in the text of these tokens, but must end in the text of a later token.
+    /// The answer can be shorter than this minimum if it reaches `max_tokens` or fills the context,
+    /// or if its constraint requires it to end.
     pub min_tokens: usize,
-    /// Biases from -100 to 100 to add to the logits of tokens, by token id, before penalties.
+    /// Biases to add to the logits of tokens before penalties, by token id. Each bias is from -100 to 100.
     /// A bias of -100 usually bans a token, and a bias of 100 usually selects it.
     pub logit_bias: BTreeMap<u32, f32>,
-    /// The number of most likely tokens to report for each generated token, with their log probabilities.
+    /// How many of the most likely tokens to report with log probabilities, for each generated token.
     /// With 0, only the generated token has a log probability. `None` reports no log probabilities.
     pub logprobs: Option<usize>,
-    /// The number of most likely tokens to report, with their log probabilities, for each prompt token but the first.
-    /// With 0, only the prompt tokens themselves have log probabilities.
+    /// How many of the most likely tokens to report with log probabilities, for each prompt token except the first.
+    /// With 0, only the prompt tokens themselves have log probabilities. `None` reports no log probabilities.
+    /// If set, cached prompt tokens are computed again.
     /// [`RequestStream::scored_prompt`](super::RequestStream::scored_prompt) returns the log probabilities.
-    /// If set, all prompt tokens are computed, even cached tokens. `None` reports no log probabilities.
     pub prompt_logprobs: Option<usize>,
     /// The constraint that the answer must match. `None` allows any answer.
     pub constraint: Option<Constraint>,
-    /// Whether to generate more tokens after a stop token of the model, as benchmarks do.
+    /// Whether the answer continues after the model's stop tokens, as in benchmarks. Not allowed with a constraint.
     /// The tokens in `stop_token_ids` still end the answer.
     pub ignore_eos: bool,
-    /// A flag that another thread can set to cancel the request. The engine ends the request before its next step.
+    /// A flag that another thread can set to cancel the request. The engine then ends the request before the next step.
     pub cancel: Option<Arc<AtomicBool>>,
     /// The owner of the request, such as a client with its own API key.
     ///
-    /// Tenants that have waiting requests get equal numbers of tokens. A generated token counts as two prompt tokens.
+    /// Tenants with waiting requests get about equal numbers of tokens. A generated token counts as two prompt tokens.
     pub tenant: u64,
     /// The priority among the requests of a tenant: smaller values are more urgent.
     /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
     pub priority: i32,
-    /// If set, the prompt reuses only prefixes that were cached by requests with the same salt.
-    /// The time to the first token then reveals nothing about the prompts of clients that do not know this salt.
-    /// Nor do the times that these clients measure reveal anything about this prompt.
+    /// If set, the request shares cached prefixes only with requests that have the same salt.
+    /// A client that does not know the salt therefore cannot infer from its time to first token
+    /// whether its prompt begins like this prompt.
     pub cache_salt: Option<String>,
     /// Whether the answer must not depend on other requests, even if the engine is not
     /// [`deterministic`](crate::engine::EngineBuilder::deterministic).
-    /// If the engine is not deterministic, a deterministic request and all concurrent requests are slower.
+    /// Without a deterministic engine, the request and all concurrent requests are slower.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), with which the answer can be recomputed.
     pub keeps_record: bool,
@@ -153,7 +153,7 @@ impl GenerateOptions {
     }
 }
 
-/// Why a generation ended.
+/// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {

@@ -28,9 +28,9 @@ pub struct Sequence {
     max_tokens: Option<usize>,
     /// The tokens that end the sequence: those in `stop_token_ids` and, without `ignore_eos`, the model's stop tokens.
     stop_ids: Vec<u32>,
-    /// See [`GenerateOptions::cache_salt`]. `None` once the engine loop has passed the salt to the scheduler.
+    /// See [`GenerateOptions::cache_salt`]. The engine loop moves it from a request's first sequence to the scheduler.
     pub cache_salt: Option<String>,
-    /// How the prompt is divided into parts. Set if the request must be deterministic, but the engine is not.
+    /// How the prompt is divided into parts. `Some` only if the request must be deterministic, but the engine is not.
     pub prompt_parts: Option<PromptParts>,
     pub tenant: u64,
     pub priority: i32,
@@ -39,7 +39,7 @@ pub struct Sequence {
     cancel: Option<Arc<AtomicBool>>,
     client_end: Arc<ClientEnd>,
     events: UnboundedSender<SequenceEvent>,
-    /// Whether a token was generated after the client canceled the request.
+    /// Whether a step has returned a token since [`is_canceled`](Self::is_canceled) became true.
     is_noted_as_canceled: bool,
 }
 
@@ -95,7 +95,7 @@ impl Sequence {
         std::mem::take(&mut self.prompt)
     }
 
-    /// Returns whether the client needs no more tokens: it has canceled the request, dropped its stream,
+    /// Returns whether the client needs no more tokens, because it has canceled the request, dropped its stream,
     /// or received the complete answer.
     pub fn is_canceled(&self) -> bool {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
@@ -107,7 +107,7 @@ impl Sequence {
         &self.client_end
     }
 
-    /// Records that a token was generated after the cancellation. Returns whether such a token was already recorded.
+    /// Records a token that a step returned after the cancellation. Returns true from the second such token on.
     pub fn note_canceled(&mut self) -> bool {
         std::mem::replace(&mut self.is_noted_as_canceled, true)
     }
@@ -120,8 +120,8 @@ impl Sequence {
         }
     }
 
-    /// Counts log probabilities of prompt tokens as sent, and adds an event with them.
-    /// Does nothing if the request did not ask for them.
+    /// Adds an event with log probabilities of prompt tokens, and counts these log probabilities as sent.
+    /// Does nothing if the request did not ask for prompt log probabilities.
     pub fn add_prompt_logprobs(&mut self, logprobs: &Arc<Vec<TokenLogprobs>>, outbox: &mut Outbox) {
         if let Some(scores) = &mut self.prompt_scores {
             scores.count(logprobs.len());
@@ -142,7 +142,7 @@ impl Sequence {
         self.max_tokens == Some(0)
     }
 
-    /// Returns how many more tokens `max_tokens` allows. Does not consider the context length.
+    /// Returns how many more tokens `max_tokens` allows, or [`usize::MAX`] if it is `None`. Ignores the context length.
     pub fn remaining(&self) -> usize {
         self.max_tokens.map_or(usize::MAX, |max| max.saturating_sub(self.generated))
     }

@@ -4,8 +4,8 @@
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
-    /// The number of bytes at the start of `held` that were not searched.
-    /// A stop string must end after these bytes, but can begin in them.
+    /// The number of bytes at the start of `held` in which a stop string can begin, but must not end.
+    /// See [`push_unsearched`](Self::push_unsearched).
     unsearched: usize,
     /// The index in `stops` of the stop string that was found.
     found: Option<usize>,
@@ -29,7 +29,8 @@ impl StopStrings {
 
     /// Adds a piece of text. Returns the text, held back or new, that cannot be part of a stop string.
     ///
-    /// Never returns the text from the first stop string on. If several stop strings match, the earliest match counts.
+    /// Once a stop string is found, returns only the text before it. Later calls return nothing.
+    /// If the new text completes several stop strings, the one that begins first counts.
     /// Stop strings that end in unsearched text do not count. See [`push_unsearched`](Self::push_unsearched).
     pub fn push(&mut self, text: &str) -> String {
         if self.found.is_some() {
@@ -45,7 +46,7 @@ impl StopStrings {
         self.release()
     }
 
-    /// Adds a piece of text in which no stop string can end.
+    /// Adds a piece of text, and ignores stop strings that end in it.
     /// Returns the text, held back or new, that cannot be part of a stop string.
     ///
     /// A stop string that ends in a later piece can begin in this piece.
@@ -58,14 +59,14 @@ impl StopStrings {
         self.release()
     }
 
-    /// Returns the byte index of the first place in `held` where `stop` occurs and ends after the unsearched text.
+    /// Returns the byte index in `held` of the first occurrence of `stop` that ends after the unsearched text.
     fn find(&self, stop: &str) -> Option<usize> {
         let first = (self.unsearched + 1).saturating_sub(stop.len());
         let first = (first..=self.held.len()).find(|&at| self.held.is_char_boundary(at))?;
         Some(first + self.held[first..].find(stop)?)
     }
 
-    /// Returns the held-back text, except for the end that may begin a stop string.
+    /// Removes and returns the held-back text, except for the end if it may begin a stop string.
     fn release(&mut self) -> String {
         let prefix_bytes = self.stops.iter().map(|stop| longest_prefix_at_end(&self.held, stop)).max().unwrap_or(0);
         let held = self.held.split_off(self.held.len() - prefix_bytes);
@@ -74,8 +75,9 @@ impl StopStrings {
         released
     }
 
-    /// Returns the text that is still held back. No later text can complete a stop string that begins in this text.
+    /// Removes and returns the text that is still held back.
     /// More text can follow, for example after a message on another channel.
+    /// Stop strings that would begin before this call and end after it do not count.
     pub fn finish(&mut self) -> String {
         self.unsearched = 0;
         std::mem::take(&mut self.held)

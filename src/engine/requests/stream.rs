@@ -82,19 +82,19 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds from the call of [`submit`](crate::engine::EngineHandle::submit) to the start of the prefill.
-    /// 0 if the prefill did not start.
+    /// Seconds from the call of [`submit`](crate::engine::EngineHandle::submit) to the answer's first step.
+    /// 0 if the first step has not started.
     pub queue_s: f64,
     /// Seconds from the call of [`submit`](crate::engine::EngineHandle::submit) to the first token, including
     /// rendering, tokenizing and waiting. 0 if no token was generated.
     pub ttft_s: f64,
-    /// The decode speed in tokens per second, without the first token. 0 for fewer than two tokens.
+    /// The decode speed in tokens per second, not counting the first token. 0 for fewer than two tokens.
     pub tok_per_s: f64,
     /// The sum of `prompt_tokens` and `completion_tokens`.
     pub context_used: usize,
     /// The context length of the engine, in tokens.
     pub context: usize,
-    /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
+    /// How decode steps usually run while only one request is active: as a CUDA graph, or one operation at a time.
     pub execution_mode: ExecutionMode,
     pub tool_calls: Vec<ToolCall>,
     /// How often the model violated its chat format.
@@ -108,7 +108,7 @@ pub struct ScoredPrompt {
     /// The number of most likely tokens that the request asked for.
     pub top: usize,
     /// The log probabilities of all tokens except the first, each given the tokens before it.
-    /// The list is complete when the first event of the stream arrives, unless the request was canceled earlier.
+    /// The list is complete once the stream has returned an event, unless the caller ended the request earlier.
     pub logprobs: Vec<TokenLogprobs>,
 }
 
@@ -116,7 +116,7 @@ pub struct ScoredPrompt {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AnswerProgress {
     pub prompt_tokens: usize,
-    /// Prompt tokens reused from the KV cache. 0 before the prefill starts.
+    /// Prompt tokens reused from the KV cache. 0 before the first step of the answer.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
     /// See [`Summary::ttft_s`]. 0 before the first token.
@@ -125,16 +125,17 @@ pub struct AnswerProgress {
 
 /// The events of one answer, returned by [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
 ///
-/// A `for` loop over the stream, or over a mutable reference to the stream, blocks until each event arrives.
+/// A `for` loop over the stream, or over a mutable reference to the stream, blocks while it waits for an event.
 /// The [`Stream`] implementation yields the same events in any async runtime.
 /// The type does not implement `Iterator`, because `Iterator::next` would conflict with `StreamExt::next`.
 ///
-/// Dropping the stream cancels the request. The engine ends the request before its next step.
+/// Dropping the stream cancels the answer. The engine then ends the answer before the next step.
+/// Other answers to the same request continue.
 pub struct RequestStream {
     events: UnboundedReceiver<SequenceEvent>,
     output: Output,
     cancel: Option<Arc<AtomicBool>>,
-    /// Tells the engine how and when this stream ended the request.
+    /// Tells the engine how and when this stream ended the answer.
     client_end: Arc<ClientEnd>,
     prompt_tokens: usize,
     cached_tokens: usize,
@@ -226,23 +227,24 @@ impl RequestStream {
         }
     }
 
-    /// Cancels the request. Unless the answer has already ended, the next event is the end event, with
-    /// [`FinishReason::Canceled`].
+    /// Cancels the answer. Other answers to the same request continue.
+    /// Unless the answer has already ended, the next event is the end event, with [`FinishReason::Canceled`].
     pub fn cancel(&mut self) {
         self.finish_as(FinishReason::Canceled);
     }
 
-    /// Ends the request because the caller needs no more of the answer. The request does not count as canceled.
+    /// Ends the answer because the caller needs no more of it. The answer does not count as canceled.
     ///
-    /// The stream ends with [`FinishReason::Stop`], or with [`FinishReason::ToolCalls`] if the answer has tool calls.
+    /// Unless the answer has already ended, its finish reason is [`FinishReason::Stop`],
+    /// or [`FinishReason::ToolCalls`] if the answer has tool calls.
     pub fn complete(&mut self) {
         self.client_end.complete();
         self.finish_as(FinishReason::Stop);
     }
 
     /// Returns the tool calls so far. The last call can be incomplete.
-    /// In harmony, a call has a name as soon as its arguments begin.
-    /// In other chat formats, an incomplete call has no name.
+    /// In harmony, every call has a name.
+    /// In other chat formats, an incomplete or invalid call has no name, and its arguments are its whole text.
     pub fn tool_calls(&self) -> &[ToolCall] {
         self.output.tool_calls()
     }
@@ -268,7 +270,7 @@ impl RequestStream {
     }
 
     /// Returns the summary so far, which is final once the stream has ended.
-    /// While more tokens can follow, and after an error, its finish reason is [`FinishReason::Canceled`].
+    /// The finish reason is [`FinishReason::Canceled`] until the answer has ended, and after an error.
     pub fn summary(&self) -> Summary {
         let tool_calls = self.output.tool_calls().to_vec();
         let finish_reason = match self.finish.unwrap_or(FinishReason::Canceled) {
@@ -295,7 +297,7 @@ impl RequestStream {
 
     /// Returns the end event if the answer is finished or canceled, and marks the stream as ended.
     fn end_event(&mut self) -> Option<Result<Event>> {
-        // A cancellation discards the events that are still in the channel.
+        // Check the cancel flag before the channel: after a cancellation, the caller gets no more tokens.
         if self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
             self.finish_as(FinishReason::Canceled);
         }
@@ -305,15 +307,15 @@ impl RequestStream {
         Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) }))
     }
 
-    /// Sets the finish reason, unless one is set. Closes the channel, so that the engine ends the sequence.
+    /// Sets the finish reason, unless one is set. Closes the channel, so that the engine ends a running sequence.
     fn finish_as(&mut self, reason: FinishReason) {
         self.finish.get_or_insert(reason);
         self.client_end.end();
         self.events.close();
     }
 
-    /// Handles a message from the engine, or the end of the channel (`None`).
-    /// Returns `None` if the caller gets no event for the message.
+    /// Updates the stream with a message from the engine, or with `None` if the engine has closed the channel.
+    /// Returns the event or the error for the caller, if any.
     fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
         let result = match event {
             Some(SequenceEvent::Started { cached_tokens, at }) => {
@@ -350,10 +352,10 @@ impl RequestStream {
     }
 }
 
-/// Cancels the request, unless it has ended.
+/// Cancels the answer, unless it has ended.
 impl Drop for RequestStream {
     fn drop(&mut self) {
-        // Record the end time before the channel closes. The channel closes after `drop` returns.
+        // Record the end time first: the channel closes when the field `events` is dropped, after this function.
         self.client_end.end();
     }
 }

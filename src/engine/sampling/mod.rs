@@ -1,7 +1,7 @@
 //! Sampling: chooses the next token of a sequence from logits.
 //!
-//! - `params`: the sampling parameters, and the table of their names, ranges and help texts
-//! - `sampler`: samples the tokens of one sequence on a CPU, or prepares the input of the sampling kernel on a GPU
+//! - `params`: the sampling parameters, and the table that defines them
+//! - `sampler`: chooses the tokens of one sequence on a CPU, or prepares the input of the sampling kernels on a GPU
 //! - `token_counts`: the tokens of a sequence, and how often each was generated, for the penalties
 
 mod params;

@@ -67,7 +67,7 @@ sampling_table! {
     top_k: usize, "top-k" "K", neutral: 0, range: 0..=usize::MAX, generation_config: WhenSampling,
     help: "Sample only from the K most likely tokens; 0 for all";
 
-    /// Keeps the smallest set of most likely tokens with at least this total probability. 1 keeps all tokens.
+    /// Only the smallest set of most likely tokens with at least this total probability is kept. 1 keeps all tokens.
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
     help: "Sample only from the most likely tokens with a total probability of at least P; 1 for all";
 
@@ -87,16 +87,16 @@ sampling_table! {
     presence_penalty: f32, "presence-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
     help: "Penalty on a token that was generated at least once; 0 for none";
 
-    /// The seed of the random numbers. Requests with the same seed, prompt and sampling parameters get the same tokens,
+    /// The seed of the random numbers. Equal requests with the same seed get the same tokens,
     /// as long as the model computes the same logits.
     seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
     help: "Seed of the random numbers for sampling [default: random]";
 }
 
-/// One row of the sampling table: a parameter with its names, help text and valid range.
+/// One row of the sampling table, which describes one parameter.
 pub struct SamplingField {
     /// The name of the field in [`SamplingParams`], such as `top_p`.
-    /// generation_config.json uses this name too, and so do JSON requests, except for `repeat_penalty` in Ollama's API.
+    /// generation_config.json and JSON requests use the same name, except for `repeat_penalty` in Ollama's API.
     pub name: &'static str,
     /// The name of the flag, such as `top-p`. `/set`, `config.toml` and saved conversations use this name too.
     pub flag: &'static str,
@@ -104,7 +104,7 @@ pub struct SamplingField {
     pub value_name: &'static str,
     /// The description of the flag in `--help`.
     pub help: &'static str,
-    /// When generation_config.json sets the parameter.
+    /// When the parameter is read from a model's generation_config.json.
     pub generation_config: GenerationConfigUse,
     expected: fn() -> String,
     is_valid: fn(&SamplingParams) -> bool,
@@ -113,7 +113,7 @@ pub struct SamplingField {
     set_json: fn(&mut SamplingParams, &Value) -> Result<(), String>,
 }
 
-/// When the generation_config.json of a model sets a parameter.
+/// When a sampling parameter is read from a model's generation_config.json.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GenerationConfigUse {
     Always,
@@ -123,7 +123,7 @@ pub enum GenerationConfigUse {
 }
 
 impl SamplingField {
-    /// Returns the row whose flag is `flag`, or `None` if there is none. `flag` has no dashes before it: `top-p`.
+    /// Returns the row whose flag is `flag`, such as `top-p`, or `None` if there is none.
     pub fn find(flag: &str) -> Option<&'static SamplingField> {
         SAMPLING_FIELDS.iter().find(|field| field.flag == flag)
     }
@@ -133,7 +133,8 @@ impl SamplingField {
         (self.get)(params)
     }
 
-    /// Parses text and sets the parameter. An invalid value is an error such as `expected a number from 0 to 1`.
+    /// Parses text and sets the parameter. If the value is invalid, fails with an error such as
+    /// `expected a number from 0 to 1`, and changes nothing.
     pub fn set(&self, params: &mut SamplingParams, text: &str) -> Result<(), String> {
         (self.set_text)(params, text)
     }
@@ -148,7 +149,7 @@ impl SamplingParams {
         }
     }
 
-    /// Reads a model's sampling defaults from generation_config.json. Returns greedy sampling for JSON null.
+    /// Returns the sampling defaults in a model's generation_config.json, or greedy sampling if the JSON is null.
     ///
     /// Without `"do_sample": true`, reads only the repetition penalty. The other parameters are those of
     /// greedy sampling, as in transformers. With `"do_sample": true`, the default temperature is 1.
@@ -174,7 +175,7 @@ impl SamplingParams {
                 GenerationConfigUse::Never => false,
             };
             let value = &generation_config[field.name];
-            // A top-k of -1 keeps all tokens in vLLM, and the generation_config.json of some models contains -1.
+            // Accept a top-k of -1, which keeps all tokens in vLLM. Some models have it in generation_config.json.
             let is_neutral = field.name == "top_k" && value.as_i64() == Some(-1);
             if !is_used || value.is_null() || is_neutral {
                 continue;
@@ -192,7 +193,7 @@ impl SamplingParams {
 trait FieldType: FromStr + Display + PartialOrd {
     /// The name of the type in error messages.
     const KIND: &'static str;
-    /// The maximum value of an integer type. Error messages do not name this value as an upper bound.
+    /// The maximum of an integer type, which error messages do not name as an upper bound. `None` for floats.
     const UNBOUNDED: Option<Self>;
 
     fn from_json(json: &Value) -> Option<Self>;
@@ -225,7 +226,7 @@ impl FieldType for u64 {
     }
 }
 
-/// Returns the error message for a value outside `range`, such as `expected a number from 0 to 1`.
+/// Returns an error message that describes the valid values, such as `expected a number from 0 to 1`.
 fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     match T::UNBOUNDED {
         Some(unbounded) if *range.end() == unbounded => format!("expected {}, {} or more", T::KIND, range.start()),
@@ -283,7 +284,7 @@ mod tests {
         assert_eq!(read(serde_json::json!({ "do_sample": true, "top_k": 7, "seed": 3 })), sampling);
     }
 
-    /// Invalid defaults must be ignored. Otherwise, requests that do not set the parameter would fail.
+    /// Invalid defaults must be ignored, because requests that do not set the parameter would fail with them.
     #[test]
     fn generation_config_with_invalid_values_is_ignored() {
         let defaults = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };

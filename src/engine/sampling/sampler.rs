@@ -66,12 +66,12 @@ impl Sampler {
     }
 
     /// Passes the chosen token to the constraint, if any. Returns the token to use, which can be a different token.
-    /// Fails if the constraint rejects the chosen token and has no replacement.
+    /// Fails if the constraint rejects the chosen token and has no replacement for it.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))
     }
 
-    /// Chooses the next token for f32 logits `[vocab]`, to which biases are already added, and counts the token.
+    /// Chooses and counts the next token. `logits` are f32 `[vocab]`, and already include the biases.
     /// Applies penalties to `logits` in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
@@ -90,7 +90,7 @@ impl Sampler {
         }
     }
 
-    /// Counts a chosen token, for the penalties, the random numbers and the minimum length in later choices.
+    /// Counts a chosen token. Later choices depend on the counts through penalties, random numbers and `min_tokens`.
     fn count(&mut self, token: u32) {
         self.seen.add_generated(token);
         self.draws += u64::from(self.params.temperature != 0.0);
@@ -115,7 +115,7 @@ impl Sampler {
     /// and -inf for stop tokens until the minimum length is reached.
     fn edits_after(&self, chosen: usize) -> Vec<(u32, f32)> {
         let mut edits = self.rules.bias.clone();
-        // If the constraint requires the answer to end, allow stop tokens.
+        // If the constraint requires the answer to end, do not ban stop tokens: it may allow no other tokens.
         let must_end = self.constraint.as_ref().is_some_and(ConstraintState::must_end);
         if chosen < self.rules.min_tokens && !must_end {
             edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
@@ -126,8 +126,7 @@ impl Sampler {
     /// Draws a token with the random number at index `draw`. See [`uniform`].
     fn draw(&self, logits: &[f32], draw: u64) -> u32 {
         let mut candidates = candidates(logits, &self.params);
-        // Sort by id, because the order decides which token a random number selects.
-        // The sampling kernels also go through the tokens in order of their ids.
+        // The order decides which token a random number selects. Sort by id, as the sampling kernels do.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
             candidates.sort_unstable_by_key(|candidate| candidate.id);
         }
@@ -296,7 +295,7 @@ fn keep_top_p(candidates: &mut Vec<TokenCandidate>, p: f64) {
     }
 }
 
-/// Returns the id of the highest logit, or the lowest id in a tie. Ignores NaN logits, unless all logits are NaN.
+/// Returns the id of the highest logit, or the lowest id in a tie. Ignores NaN, but returns the last id if all are NaN.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {

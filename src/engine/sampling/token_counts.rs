@@ -16,7 +16,7 @@ pub struct TokenCounts {
 }
 
 impl TokenCounts {
-    /// Adds each token of a prompt with the count 0.
+    /// Creates the counts of a prompt: 0 for each of its tokens.
     pub fn of_prompt(prompt: &[u32]) -> Self {
         let mut counts = Self::default();
         for &token in prompt {
@@ -31,7 +31,7 @@ impl TokenCounts {
     }
 
     /// Returns the tokens whose logits the penalties change, and how often each token was generated.
-    /// Tokens that occur only in the prompt are included only if there is a repetition penalty.
+    /// Includes tokens that occur only in the prompt if there is a repetition penalty.
     pub fn with_penalties(&self, penalties: Penalties) -> impl Iterator<Item = (u32, u32)> {
         let counts = if penalties == Penalties::NONE { &[] } else { &self.counts[..] };
         counts.iter().copied().filter(move |&(_, generated)| generated > 0 || penalties.repetition != 1.0)

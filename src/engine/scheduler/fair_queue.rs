@@ -2,7 +2,8 @@
 //! A generated token counts more than a prompt token: see `ledger.rs`.
 //!
 //! The order follows the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
-//! Protected sequences start first. After them, the tenant with the fewest served tokens is next.
+//! Sequences that were preempted often are protected, and start first.
+//! After them, the tenant with the fewest served tokens is next.
 //! A tenant gets no credit for the time in which none of its sequences waited.
 //! The sequences of one tenant start in order of seniority.
 
@@ -46,7 +47,7 @@ impl FairQueue {
         }
     }
 
-    /// Returns the waiting sequence with the first turn, and its tenant, or `None` if no sequence is waiting.
+    /// Returns the waiting sequence whose turn comes first, and its tenant, or `None` if no sequence is waiting.
     pub fn first(&self, ledger: &TenantLedger) -> Option<(TenantId, Seniority)> {
         let firsts = self.waiting.iter().filter_map(|(&id, waiting)| Some((id, *waiting.first()?)));
         firsts.min_by_key(|&(id, seniority)| ledger.turn(id, seniority))
@@ -67,11 +68,12 @@ impl FairQueue {
         own + others.map(of_other).sum::<usize>()
     }
 
-    /// Returns how many served tokens a tenant has after [`insert`](Self::insert) adds a sequence of this tenant.
+    /// Returns the count of served tokens that a tenant has once [`insert`](Self::insert) has added its sequence.
     ///
-    /// If no sequence is waiting, returns 0, because `insert` then sets all counts to 0.
-    /// If only other tenants have waiting sequences, returns at least the fewest served tokens of these tenants.
-    /// The tenant therefore gets no credit for the time in which it did not wait.
+    /// If no sequence is waiting, the count is 0, because `insert` sets all counts to 0.
+    /// If only other tenants wait, the count is at least the smallest count of these tenants,
+    /// so the tenant gets no credit for the time in which it did not wait.
+    /// If the tenant already waits, its count does not change.
     fn served_if_waiting(&self, tenant: TenantId, ledger: &TenantLedger) -> u64 {
         let Some(fewest) = self.fewest_served(ledger) else { return 0 };
         let served = ledger.served(tenant);
@@ -135,8 +137,8 @@ mod tests {
         assert_eq!(order, [0, 3, 4, 1, 2]);
         queue.insert(1, sequence(5).protected(), &mut ledger);
         queue.insert(0, sequence(6), &mut ledger);
-        // Without protection, sequence 6 would be next, because its tenant has fewer tokens.
         ledger.serve(1, 0..1, 1);
+        // Without protection, sequence 6 would now be next, because its tenant has fewer tokens.
         assert_eq!(first(&queue, &ledger), Some(5), "the protected sequence must be next");
     }
 
@@ -149,7 +151,7 @@ mod tests {
         assert_eq!(
             first(&queue, &ledger),
             Some(0),
-            "a new tenant must start with as many served tokens as the other tenant"
+            "a new tenant must not start with fewer served tokens than the other tenant"
         );
         ledger.serve(0, 0..1, 1);
         assert_eq!(first(&queue, &ledger), Some(3));

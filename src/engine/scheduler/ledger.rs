@@ -1,4 +1,4 @@
-//! [`TenantLedger`]: counts the tokens that were served to each tenant.
+//! [`TenantLedger`]: counts the sequences of each tenant, and the tokens served to it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,28 +19,29 @@ pub struct TenantLedger {
 
 #[derive(Default)]
 struct Account {
-    /// The weighted number of served tokens.
-    /// `FairQueue::insert` raises or resets this number when a sequence starts to wait.
-    /// A tenant therefore gets no credit for time without waiting sequences.
+    /// The weighted number of tokens served since the last reset.
+    /// `FairQueue::insert` resets the numbers of all tenants if no sequence is waiting.
+    /// Otherwise, it can raise this number, so that the tenant gets no credit for time without waiting sequences.
     served: u64,
-    /// The number of sequences that have not ended, waiting or not.
+    /// The number of sequences that have not ended, including forks.
     sequences: usize,
 }
 
 impl TenantLedger {
-    /// Counts new sequences of a tenant.
+    /// Adds new sequences to a tenant's count of sequences.
     pub fn join(&mut self, tenant: TenantId, sequences: usize) {
         self.accounts.entry(tenant).or_default().sequences += sequences;
     }
 
-    /// Counts a sequence of a tenant as ended.
+    /// Subtracts an ended sequence from a tenant's count of sequences.
     pub fn leave(&mut self, tenant: TenantId) {
         if let Some(account) = self.accounts.get_mut(&tenant) {
             account.sequences -= 1;
         }
     }
 
-    /// Counts the tokens at the positions in `range` as served. `prompt` is the number of prompt tokens.
+    /// Counts a sequence's tokens at the positions in `range` as served, each with its weight.
+    /// The sequence has `prompt` prompt tokens.
     pub fn serve(&mut self, tenant: TenantId, range: Range<usize>, prompt: usize) {
         let generated = range.end.saturating_sub(range.start.max(prompt)) as u64;
         let tokens = range.len() as u64 + (GENERATED_WEIGHT - 1) * generated;
@@ -68,7 +69,7 @@ impl TenantLedger {
         self.accounts.retain(|_, account| account.sequences > 0 || account.served > served);
     }
 
-    /// Returns the turn of a sequence of this tenant, given the tokens served to the tenant so far.
+    /// Returns the turn of a tenant's sequence, given the tokens served to the tenant so far.
     pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> SchedulingTurn {
         SchedulingTurn::new(self.served(tenant), seniority)
     }

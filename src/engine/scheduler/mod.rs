@@ -1,17 +1,19 @@
 //! Decides which tokens of which sequences each step computes.
 //!
-//! The scheduler handles token ids and blocks. It uses no device, and reads no clock: the caller passes the time.
+//! The scheduler works with token ids and block ids. It uses no device and reads no clock: the caller passes the time.
 //! A simulator can therefore test the scheduler with millions of requests.
 //!
-//! Prefill and decode share steps. A step computes one token of every sequence that decodes.
-//! Chunks of prompts fill the rest of the step's token budget.
+//! Decode and prefill share steps. A step computes at most one token of each decoding sequence.
+//! Chunks of prompts can use the rest of the step's token budget.
 //!
-//! Sequences belong to tenants. Waiting tenants get about equal numbers of tokens: see `fair_queue.rs`.
+//! Each sequence belongs to a tenant. Tenants with waiting sequences are served about equal numbers of tokens,
+//! counted by weight: see `fair_queue.rs`.
 //! The sequences of one tenant are ordered by seniority, which depends on preemptions, priority and arrival.
 //!
-//! If the KV cache runs out of blocks, the scheduler preempts the running sequence whose turn comes last.
+//! If the KV cache runs out of blocks, the scheduler preempts the running sequence whose turn comes last,
+//! unless this sequence is protected (see `MAX_PREEMPTIONS`) or was started by the same plan.
 //! A preempted sequence gives up its blocks and waits.
-//! When it restarts, it recomputes all of its tokens except those in blocks that are still cached.
+//! When it restarts, it recomputes all of its tokens except those that it reuses from the prefix cache.
 
 mod fair_queue;
 mod ledger;
@@ -33,19 +35,20 @@ use order::Seniority;
 pub use ledger::TenantId;
 pub use order::SequenceId;
 
-/// The number of tokens by which `Scheduler::demand` expects a sequence to grow.
+/// The number of tokens by which `Scheduler::demand` expects an unprotected sequence to grow.
 /// A sequence starts only if the free blocks cover its demand and the demands of all running sequences.
-/// Forks that start when their parent has computed the prompt are an exception: they only need a free slot.
-/// Decode steps also try to allocate blocks for this many more tokens.
+/// A fork that starts with the blocks of its parent is an exception: it only needs a free slot.
+/// A decode step also tries to allocate blocks for this many tokens after its own token.
 /// A larger value avoids more preemptions, but sequences then start later.
 const GROWTH_STEPS: usize = 8;
 
 /// A placeholder for the token of a queued step, which the host does not know yet.
-/// Its value does not matter, because the next step reads the token on the device.
+/// Its value does not matter: a step that is queued next reads the token on the device,
+/// and before any other step, [`push`](Scheduler::push) replaces the placeholder.
 const PENDING_TOKEN: u32 = 0;
 
 /// The number of preemptions after which a sequence is protected: it is never preempted again.
-/// A protected sequence restarts only if there are enough blocks for its longest possible answer.
+/// A protected sequence restarts only if enough blocks are free for its longest possible answer.
 const MAX_PREEMPTIONS: u32 = 2;
 
 /// The limits of a scheduler.
@@ -53,14 +56,13 @@ const MAX_PREEMPTIONS: u32 = 2;
 pub struct SchedulerConfig {
     /// The maximum number of tokens in one step. See `prompt_parts` for an exception.
     pub token_budget: usize,
-    /// The maximum number of sequences that run at once. Must not exceed `token_budget`.
+    /// The maximum number of sequences that run at once, from 1 to `token_budget`.
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
     /// If set, all prompts without [`NewSequence::prompt_parts`] are divided into these parts.
-    /// Every chunk of a divided prompt ends where a part ends, or before the last prompt token.
-    /// The last prompt token and all generated tokens are computed one by one.
-    /// Otherwise, a part is never split, so a step can exceed the token budget by less than one part.
+    /// Each chunk of a divided prompt contains whole parts, so a step can exceed the token budget by less than a part.
+    /// The last part ends before the last prompt token. This token and all generated tokens are computed one by one.
     pub prompt_parts: Option<PromptParts>,
 }
 
@@ -69,7 +71,7 @@ pub struct SchedulerConfig {
 pub struct NewSequence {
     pub id: SequenceId,
     pub prompt: Vec<u32>,
-    /// If set, the sequence reuses only the blocks of sequences with the same salt.
+    /// The sequence reuses only cached blocks of sequences with the same salt, or without a salt if this is `None`.
     pub cache_salt: Option<String>,
     /// If set, the prompt is divided into these parts instead of those in [`SchedulerConfig::prompt_parts`].
     pub prompt_parts: Option<PromptParts>,
@@ -84,16 +86,16 @@ pub struct NewSequence {
     /// The priority among the sequences of a tenant. A value lower by 1 has the same effect as an arrival 2 s earlier.
     pub priority: i32,
     pub arrival: Duration,
-    /// The time on the scheduler's clock at which the sequence expires if it has not started.
+    /// If the sequence has not started when [`Scheduler::plan`] is called with this time or a later time, it expires.
     pub deadline: Option<Duration>,
 }
 
 /// The work of one step, the block copies before it, and the sequences that expired or were preempted during planning.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
-    /// One entry per sequence in the step: decoding sequences first, then chunks of prompts.
+    /// One entry per sequence in the step: first decoding sequences, then sequences in prefill.
     pub work: Vec<SequenceWork>,
-    /// Blocks to copy before the step.
+    /// Blocks to copy before the step, in this order.
     pub copies: Vec<BlockCopy>,
     /// Sequences that expired while they waited. The scheduler has removed them.
     pub expired: Vec<SequenceId>,
@@ -122,7 +124,7 @@ pub struct SchedulerStats {
 /// The predicted start of a sequence that is submitted now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Preview {
-    /// Whether the next step would start the sequence. False if there are too few slots for the sequence and its forks.
+    /// Whether the next step would start the sequence, and leave enough slots for its forks.
     /// Does not consider the blocks of the forks, nor whether the step has tokens left in its budget.
     pub starts_now: bool,
     /// The estimated number of waiting sequences that start before the previewed sequence.
@@ -144,14 +146,14 @@ pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
     sequences: BTreeMap<SequenceId, ScheduledSequence>,
-    /// The tokens served to each tenant. A tenant's sequences get later turns as this number grows.
+    /// The tokens served to each tenant. The sequences of tenants with more served tokens get later turns.
     ledger: TenantLedger,
-    /// The sequences without blocks, except forks whose parent has not computed the prompt.
+    /// The sequences without blocks, except forks that still have a parent.
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
     /// The sequences that the current plan has taken from the queue and started. The plan does not preempt them,
-    /// even if their turns become the last when the plan counts tokens for their tenants.
+    /// even if a sequence's turn becomes the last after the plan has counted tokens as served to its tenant.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }
@@ -182,7 +184,7 @@ struct ScheduledSequence {
     preemptions: u32,
     /// The sequences that will fork from this sequence when it has computed all prompt tokens but the last.
     forks: Vec<SequenceId>,
-    /// The sequence from which this sequence will fork. Until the fork, this sequence is not in the queue.
+    /// The sequence from which this sequence will fork. A sequence with a parent is not in the queue.
     parent: Option<SequenceId>,
 }
 
@@ -204,8 +206,8 @@ impl ScheduledSequence {
 
     /// Returns the end of the longest range that the next step can compute.
     ///
-    /// If the sequence has forks, the range ends before the last prompt token, which each fork computes itself.
-    /// If the prompt is divided into parts, the last prompt token and all generated tokens are computed one by one.
+    /// If the sequence has forks or its prompt is divided into parts, the range ends before the last prompt token.
+    /// Each fork computes this token itself. With parts, this token and all later tokens are computed one by one.
     fn next_end(&self) -> usize {
         let (last, computed) = (self.prompt_tokens - 1, self.computed());
         match self.prompt_parts {
@@ -219,7 +221,7 @@ impl ScheduledSequence {
     /// A chunk never ends after [`next_end`](Self::next_end).
     ///
     /// If the prompt is divided into parts, the chunk ends where a part ends, or at `next_end`.
-    /// Such a chunk includes the first part even if this part has more than `tokens` tokens.
+    /// In this case, it includes at least one part, even if the part has more than `tokens` tokens.
     fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
         let end = self.prompt_parts.map_or(end, |parts| parts.floor(end).max(parts.next(start)));
@@ -231,7 +233,7 @@ impl ScheduledSequence {
         self.is_running() || self.preemptions > 0
     }
 
-    /// Returns whether the sequence is running and has only its last sampled token to compute.
+    /// Returns whether the sequence is running and has only one generated token, or its placeholder, left to compute.
     fn is_decoding(&self) -> bool {
         self.is_running() && self.left() == 1 && self.computed() >= self.prompt_tokens
     }
@@ -248,8 +250,8 @@ impl ScheduledSequence {
 }
 
 impl Scheduler {
-    /// Creates a scheduler. Panics if `blocks` cannot hold a sequence of `config.context` tokens,
-    /// or if the limits in `config` contradict each other.
+    /// Creates a scheduler. Panics if `blocks` cannot hold a sequence of `config.context` tokens, if `max_sequences`
+    /// is 0 or exceeds the token budget, or if a prompt part is larger than the token budget.
     pub fn new(config: SchedulerConfig, blocks: BlockManager) -> Self {
         let SchedulerConfig { token_budget, max_sequences, context, prompt_parts } = config;
         assert!(
@@ -273,7 +275,7 @@ impl Scheduler {
         }
     }
 
-    /// Adds a sequence to the queue. Also registers its forks, which do not wait in the queue before they fork.
+    /// Adds a sequence to the queue. Its forks enter the queue only if they cannot start with the sequence's blocks.
     ///
     /// Panics if an id is already in use, or if the prompt is empty or longer than the context.
     /// Also panics if a prompt part is larger than the token budget.
@@ -357,7 +359,7 @@ impl Scheduler {
         self.sequences[&id].computed()
     }
 
-    /// Returns the sequence from which a sequence will fork, or `None` if it has forked already or is not a fork.
+    /// Returns the sequence from which a sequence will fork, or `None` if it is not a fork or no longer has a parent.
     pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
         self.sequences[&id].parent
     }
@@ -440,7 +442,8 @@ impl Scheduler {
         self.sequences.get(&id).is_some_and(ScheduledSequence::is_running)
     }
 
-    /// Removes a sequence that has ended, for any reason. Its cached blocks stay reusable until they are evicted.
+    /// Removes a sequence that has ended. Its cached blocks stay reusable until they are evicted.
+    /// If forks wait for the sequence, the first fork takes its place.
     pub fn finish(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         let has_started = sequence.has_started();
@@ -453,8 +456,8 @@ impl Scheduler {
         if let Some(parent) = sequence.parent.and_then(|parent| self.sequences.get_mut(&parent)) {
             parent.forks.retain(|&fork| fork != id);
         }
-        // The first fork becomes the parent of the other forks.
-        // It finds the computed blocks in the prefix cache, unless it computes the whole prompt.
+        // The first fork becomes the parent of the other forks, and waits in the queue.
+        // It reuses the removed sequence's blocks that are still cached, unless it computes the whole prompt.
         if has_started {
             self.clear_deadlines(&sequence.forks);
         }
@@ -470,7 +473,7 @@ impl Scheduler {
         }
     }
 
-    /// Removes the deadlines of forks. Call this function when the prefill of their prompt has started.
+    /// Removes the deadlines of forks: they do not expire once the prefill of their prompt has started.
     fn clear_deadlines(&mut self, forks: &[SequenceId]) {
         for fork in forks {
             self.sequences.entry(*fork).and_modify(|fork| fork.deadline = None);

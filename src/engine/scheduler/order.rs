@@ -13,10 +13,10 @@ const AGING: Duration = Duration::from_secs(2);
 /// The most senior sequence gets tokens and blocks first.
 ///
 /// The value does not depend on the current time, because all sequences age equally.
-/// A long enough wait outweighs any difference in priority, so no sequence waits forever.
+/// A long enough wait outweighs any difference in priority, so a low priority cannot delay a sequence forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seniority {
-    /// Whether the sequence is protected: it was preempted often enough to come before all unprotected sequences.
+    /// Whether the sequence is protected (see `MAX_PREEMPTIONS`). Reversed, so that protected sequences come first.
     is_protected: Reverse<bool>,
     /// The arrival time in nanoseconds, plus [`AGING`] times the priority. A lower `priority` value is more urgent.
     adjusted_arrival: i128,

@@ -9,16 +9,17 @@ use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, Sequenc
 
 /// The sequences that can get a chunk in the planned step.
 struct PrefillCandidates {
-    /// The running sequences that need a chunk and have none in the plan yet.
+    /// The running sequences that need prefill, except those that `next_prefill` has already returned.
     running: BTreeSet<Seniority>,
-    /// Whether waiting sequences may start in the planned step.
+    /// Whether waiting sequences may still start in the planned step.
     can_admit: bool,
 }
 
 impl Scheduler {
-    /// Starts the forks of a running sequence if all prompt tokens but the last are computed.
+    /// If a running sequence has computed all prompt tokens but the last, starts its forks while slots are free.
+    /// Moves the other forks to the queue. Returns the started forks.
     ///
-    /// Each fork computes the last prompt token itself, to sample its own first token. Returns the forks that run.
+    /// Each fork computes the last prompt token itself, to sample its own first token.
     fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
         let mut started = Vec::new();
         let Some(parent) = self.sequences.get_mut(&id) else { return started };
@@ -28,7 +29,7 @@ impl Scheduler {
         let forks = mem::take(&mut parent.forks);
         self.clear_deadlines(&forks);
         for fork in forks {
-            // A fork that cannot run yet waits like any other sequence.
+            // A fork for which no slot is free waits like any other sequence.
             // When it starts, it reuses the blocks of the prompt that are still in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;
             let parent = self.sequences[&id].blocks.as_ref();
@@ -147,13 +148,13 @@ impl Scheduler {
         self.give_rest_of_budget(first_chunk, budget, plan);
     }
 
-    /// Returns the candidate or waiting sequence with the first turn, which gets the next chunk.
-    /// Returns `None` if no candidate is left and no waiting sequence can start.
+    /// Returns the sequence with the first turn among the candidates and the waiting sequences that can start.
+    /// Starts it if it was waiting. Otherwise, removes it from the candidates.
     ///
-    /// If the returned sequence was waiting, starts the sequence.
+    /// Returns `None` if no candidate is left and no waiting sequence can start.
     fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
         let PrefillCandidates { running, can_admit } = candidates;
-        // Start no sequence after a preemption, because the preempted sequence needs the free blocks first.
+        // Start no sequence if no slot is free, nor after a preemption, because blocks have just run out.
         *can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
         let next = self.first_in_turn(running);
         if *can_admit
@@ -172,15 +173,16 @@ impl Scheduler {
         Some(next.id())
     }
 
-    /// Plans a chunk of a sequence.
-    /// Does nothing if the sequence was preempted after it became a candidate, or if it cannot get the blocks.
+    /// Plans a chunk of a sequence. Preempts sequences if blocks run out.
+    /// Plans no chunk if the sequence was preempted after it became a candidate, or if it cannot get the blocks.
     fn plan_chunk(&mut self, id: SequenceId, budget: &mut usize, plan: &mut StepPlan) {
         let sequence = &self.sequences[&id];
         if !sequence.is_running() {
             return;
         }
         let start = sequence.computed();
-        // Leave tokens for other prompts: at first, a chunk gets at most half of the step's token budget, rounded up.
+        // Leave tokens for other prompts: at first, a chunk gets at most half of the step's token budget, rounded up,
+        // or one prompt part if the part is larger.
         let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
         let end = sequence.chunk_end(start, tokens);
         let is_last = end == sequence.tokens.len();
@@ -191,9 +193,9 @@ impl Scheduler {
         }
     }
 
-    /// Extends chunks that [`plan_chunk`](Self::plan_chunk) limited to half of the budget, if some budget is left.
-    /// Skips a chunk if too few blocks are free.
+    /// Extends chunks that [`plan_chunk`](Self::plan_chunk) limited to half of the budget, while some budget is left.
     /// The chunks are the entries of `plan.work` from index `first_chunk` on.
+    /// Skips a chunk if too few blocks are free, because an extension must not preempt other sequences.
     fn give_rest_of_budget(&mut self, first_chunk: usize, budget: &mut usize, plan: &mut StepPlan) {
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
@@ -237,8 +239,8 @@ impl Scheduler {
         false
     }
 
-    /// Returns how many more blocks a running sequence needs for its tokens and the next [`GROWTH_STEPS`] tokens.
-    /// A protected sequence needs the blocks for its longest possible answer.
+    /// Returns how many more blocks a sequence needs for its tokens and up to [`GROWTH_STEPS`] more tokens.
+    /// For a protected sequence, counts the blocks for its longest possible answer. Returns 0 for a waiting sequence.
     pub(super) fn demand(&self, seniority: &Seniority) -> usize {
         let sequence = &self.sequences[&seniority.id()];
         let Some(held) = &sequence.blocks else { return 0 };
@@ -247,7 +249,7 @@ impl Scheduler {
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
-    /// Allocates blocks to a sequence for all positions below `end`. Preempts other sequences if necessary.
+    /// Allocates blocks to a sequence for all positions below `end`. Preempts sequences if necessary.
     ///
     /// While there are too few free blocks, preempts the sequence with the last turn.
     /// Returns false if the sequence `id` itself is preempted.

@@ -1,4 +1,4 @@
-//! The JSON objects of ollama's streamed and non-streamed responses.
+//! The response bodies of ollama's routes `/api/chat` and `/api/generate`, streamed or not.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -25,7 +25,7 @@ impl OllamaRoute {
     }
 }
 
-/// The response body for a part of an answer, or for a complete answer.
+/// The body of a response that is not streamed, or one line of a stream.
 #[derive(Serialize)]
 pub struct OllamaResponse<'a> {
     model: &'a str,
@@ -39,7 +39,7 @@ pub struct OllamaResponse<'a> {
     end: Option<End>,
 }
 
-/// The text and the tool calls of a response, under the field names of its route.
+/// The text of a response and, for `/api/chat`, its tool calls, under the field names of the route.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Content {
@@ -75,7 +75,7 @@ struct WireFunction {
     arguments: Value,
 }
 
-/// The fields that only a complete response or the last part of a stream contains. Durations are in nanoseconds.
+/// The fields that a stream contains only in its last line. Durations are in nanoseconds.
 #[derive(Serialize)]
 struct End {
     done_reason: &'static str,
@@ -115,7 +115,7 @@ impl UnsentParts {
         Self { shows_thinking, has_logprobs, ..Self::default() }
     }
 
-    /// Adds a piece of the answer. Drops reasoning and log probabilities that the request did not ask for.
+    /// Adds a piece of the answer. Drops reasoning and log probabilities that the client does not want.
     pub fn push(&mut self, piece: AnswerPiece, answers: &Answers) {
         if self.has_logprobs {
             let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
@@ -153,8 +153,8 @@ impl UnsentParts {
     }
 }
 
-/// Creates the response for a part of an answer.
-/// `ended` is set only for the last part, which contains the token counts and durations of the complete answer.
+/// Creates the response for the unsent part of an answer, which can be the whole answer.
+/// `ended` is set only for the last part. The response then contains the token counts and durations of the answer.
 pub fn part<'a>(
     route: OllamaRoute,
     model: &'a str,
@@ -187,7 +187,7 @@ fn end(answers: &Answers) -> End {
         let total_s = answers.elapsed().as_secs_f64();
         Figures {
             total_duration: nanoseconds(total_s),
-            // The model is always loaded, so loading takes no time.
+            // The server rejects requests until the model is loaded, so a request never waits for loading.
             load_duration: 0,
             prompt_eval_count: summary.prompt_tokens,
             prompt_eval_duration: nanoseconds((summary.ttft_s - summary.queue_s).max(0.0)),
@@ -199,8 +199,8 @@ fn end(answers: &Answers) -> End {
     End { done_reason: if is_cut { "length" } else { "stop" }, figures }
 }
 
-/// Parses the arguments of a tool call as a JSON object. Blank text becomes an empty object.
-/// Any other text becomes an object with this text in the field `arguments`, because ollama's API requires an object.
+/// Converts the arguments of a tool call to a JSON object, as ollama's API requires.
+/// Blank text becomes an empty object. Text that is not a JSON object becomes the field `arguments` of an object.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),

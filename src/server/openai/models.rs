@@ -46,7 +46,7 @@ pub async fn list(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
     json_response(&List { object: "list", data: [describe(&server)?] })
 }
 
-/// Handles `GET /v1/models/{id}`: describes the served model.
+/// Handles `GET /v1/models/{id}`: describes the served model if `id` is its name.
 pub async fn get(State(server): State<Arc<Server>>, Path(id): Path<String>) -> Result<Response, ApiError> {
     let model = describe(&server)?;
     if id == model.id {

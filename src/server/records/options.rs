@@ -1,4 +1,4 @@
-//! The server options that control records of requests.
+//! The server options for records of requests and for receipts.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! Receipts: signed statements about which model, build and options computed the answers to a request.
 //!
 //! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
-//! The algorithm of the signature is Ed25519 (RFC 8037).
-//! A receipt contains the token counts and the hashes of prompts and answers.
-//! The token ids are only in the record of the request.
+//! The signature algorithm is Ed25519 (RFC 8037).
+//! A receipt contains the token counts and the hashes of prompts and answers, but no token ids,
+//! which are only in the record of the request.
 
 use std::collections::BTreeMap;
 
@@ -39,11 +39,11 @@ pub struct Receipt {
     /// `None` if the model has no chat format.
     pub chat_format: Option<String>,
     pub engine: EngineRecord,
-    /// One receipt entry for each prompt.
+    /// One entry for each prompt.
     pub requests: Vec<RequestReceipt>,
-    /// The reason why the answers failed, or `None` if they did not fail.
+    /// The message of the error that ended the request. `None` if the request succeeded or was canceled.
     pub error: Option<String>,
-    /// The hash of the JSON of the record that `GET /v1/records/{id}` returns and `--record` writes.
+    /// The hash of the record in the JSON form that `GET /v1/records/{id}` returns and `--record` writes.
     /// The record contains the options that affect the choice of tokens, but not `max_tokens` and the stop strings.
     pub record_sha256: String,
 }
@@ -224,7 +224,7 @@ mod tests {
             let text = format!("{}.{}.{signature}", BASE64.encode(header), BASE64.encode(payload.to_string()));
             Receipt::verify(&text, &key.public_key())
         };
-        // Without changes, the header and the payload must form the same signed receipt.
+        // The unchanged receipt must be valid, so that only the changes below can make it invalid.
         assert!(with(HEADER, &payload).is_ok());
         let leaves = change_leaves(&payload, &mut |changed| assert!(with(HEADER, changed).is_err(), "{changed}"));
         assert!(leaves > 30, "{leaves}");

@@ -18,7 +18,7 @@ use crate::files;
 const MAX_KEY_BYTES: u64 = 1 << 20;
 
 /// The PKCS#8 header (RFC 8410) that comes before the 32 bytes of an Ed25519 private key.
-/// The crate `ring` writes keys in a newer version of PKCS#8, which OpenSSL 3 rejects.
+/// inferno writes new keys itself, because `ring` uses a newer version of PKCS#8, which OpenSSL 3 rejects.
 const PKCS8_START: &[u8] = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
 
 /// The private key that signs receipts.
@@ -36,7 +36,7 @@ pub struct PublicKey {
 
 impl ReceiptKey {
     /// Reads the private key from a file in PKCS#8 and PEM format.
-    /// If the file does not exist, creates a key, and writes it to a new file that only the file's owner can read.
+    /// If the file does not exist, creates a key and writes it to a new file, which on Unix only its owner can read.
     pub fn read_or_create(path: &Path) -> Result<Self> {
         if path.try_exists().with_context(|| cannot("read", path))? {
             Self::read(path).with_context(|| cannot("read", path))
@@ -76,7 +76,7 @@ impl ReceiptKey {
         PublicKey { kty: "OKP".to_string(), crv: "Ed25519".to_string(), x }
     }
 
-    /// Returns the 64 bytes of the signature of a message.
+    /// Returns the 64-byte signature of a message.
     pub(super) fn sign(&self, message: &[u8]) -> Vec<u8> {
         self.0.sign(message).as_ref().to_vec()
     }
@@ -99,7 +99,7 @@ impl PublicKey {
         Ok(key)
     }
 
-    /// Returns whether the private key that belongs to this public key created the signature of a message.
+    /// Returns whether `signature` is a signature of `message` with the private key that belongs to this key.
     pub(super) fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
         let Some(key) = self.bytes() else { return false };
         UnparsedPublicKey::new(&ED25519, key).verify(message, signature).is_ok()

@@ -50,7 +50,7 @@ struct RecordWriter {
 }
 
 impl Recorder {
-    /// Creates a recorder. Creates the folder if it does not exist.
+    /// Creates a recorder. If the options name a folder that does not exist, creates the folder.
     pub fn new(options: &RecordOptions) -> Result<Self> {
         let writer = options.folder.as_ref().map(|folder| RecordWriter::start(folder.clone())).transpose()?;
         Ok(Self { limit: options.memory_bytes, ring: Mutex::default(), writer: Mutex::new(writer) })
@@ -122,7 +122,7 @@ impl RecordWriter {
     }
 }
 
-/// Writes a record to a new file that only the file's owner can read.
+/// Writes a record to a new file, which on Unix only its owner can read.
 fn write(folder: &Path, record: &GenerationRecord) -> Result<()> {
     let json = serde_json::to_vec(record)?;
     let name = file_name(&record.id);
@@ -139,8 +139,8 @@ fn write(folder: &Path, record: &GenerationRecord) -> Result<()> {
     Ok(file.write_all(&json).inspect_err(|_| drop(std::fs::remove_file(&path)))?)
 }
 
-/// Converts a request id to a safe file name. Replaces every character with `_`, except ASCII letters and digits,
-/// `-`, `_` and `.`. Adds `_` before a leading `.`.
+/// Converts a request id to a safe file name. Replaces all characters except ASCII letters, digits, `-`, `_` and `.`
+/// with `_`. Adds `_` before a leading `.`.
 fn file_name(id: &str) -> String {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let name: String = id.chars().map(|c| if is_safe(c) { c } else { '_' }).collect();

@@ -20,13 +20,13 @@ struct AdmissionPreview {
     object: &'static str,
     /// Whether the prompt is short enough to leave space in the context for an answer.
     fits: bool,
-    /// Whether the server would admit the request now. False if the queue has no room for the request's answers, or if
-    /// the tenant would exceed its share of the room.
+    /// Whether the server would admit the request now. False if the request's answers would exceed the limit on
+    /// waiting and running sequences, or the tenant's share.
     accepted: bool,
     starts_now: bool,
-    /// If `accepted` is true, the expected seconds until the request would start.
-    /// `None` if no sequence has ended yet and the request would have to wait.
     /// If `accepted` is false, the seconds to wait before sending the request.
+    /// If `accepted` is true, the expected seconds until the request would start, or `None` if the request would have
+    /// to wait and there is no estimate, because no sequence has ended yet.
     expected_wait_s: Option<f64>,
     requests_ahead: usize,
     prompt_tokens: usize,

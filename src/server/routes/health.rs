@@ -21,7 +21,7 @@ struct HealthStatus {
 }
 
 /// Responds with 200 if routers may send requests to this server.
-/// The model must be loaded, the engine must make progress, and the server must not be shutting down.
+/// The model must be loaded, the engine must not have failed or be stuck, and the server must not be shutting down.
 /// A busy server still counts as healthy.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     server.healthy_engine()?;
@@ -57,7 +57,7 @@ struct Loads {
 
 /// The load of the engine, in the fields that routers such as SMG read.
 ///
-/// The field `gen_throughput` is absent. SMG would treat the current throughput as the speed of the replica,
+/// The field `gen_throughput` is absent, because SMG would treat the current throughput as the speed of the replica,
 /// and send all requests to the replica that already generates the most tokens.
 #[derive(Serialize)]
 struct EngineLoad {

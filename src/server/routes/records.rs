@@ -25,8 +25,8 @@ pub async fn get(
 /// Fails if the server has no such record, or if it was started with `--no-auth`.
 pub fn find(server: &Server, tenant: Tenant, id: &str) -> Result<Arc<GenerationRecord>, ApiError> {
     if server.options.no_auth {
-        // Without authentication, the server cannot tell clients apart.
-        // Each client could then read the prompts of all other clients.
+        // With `--no-auth`, all clients belong to one tenant, and they may be on other machines.
+        // Each client could read the prompts of all other clients.
         return Err(ApiError::forbidden(
             "cannot return records or receipts: the server was started with --no-auth; \
              start it without --no-auth, or, for records only, let it write them to files with --record FOLDER",

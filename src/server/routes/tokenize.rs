@@ -54,7 +54,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
 type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
 
 /// Reads the input of `/tokenize`, which is either `prompt`, or `messages` with `tools` and template options.
-/// Returns the name of the field, for error messages, and a function that encodes the input.
+/// Returns `prompt` or `messages`, for error messages, and a function that encodes the input.
 fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static str, EncodeInput), ApiError> {
     if let Some(prompt) = fields.take_string("prompt")? {
         let controls = if fields.take_bool("add_special_tokens")?.unwrap_or(true) {

@@ -9,8 +9,7 @@ use crate::text::counted;
 
 /// The upper limit on the default context length, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// The lower limit on the default context length, in tokens.
-/// The default is halved while the model does not fit in memory.
+/// If the model does not fit in memory, the default context length is halved, but not below this number of tokens.
 const SMALLEST_CONTEXT: usize = 2048;
 
 impl MemoryPlan {
@@ -21,7 +20,7 @@ impl MemoryPlan {
 
     /// Chooses the capacity for the requested context, or else for the default context.
     ///
-    /// If memory is short, reduces the chunk size first, then the default context. Never reduces a requested context.
+    /// If memory is short, prefers a smaller chunk to a shorter default context. Never reduces a requested context.
     /// Fails if the requested context is invalid, or if nothing fits.
     pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
         let Some(context) = self.check_context(requested)? else {
@@ -49,7 +48,8 @@ impl MemoryPlan {
         Err(Error::Usage(error).into())
     }
 
-    /// Yields `longest`, then half of it, and so on down to [`SMALLEST_CONTEXT`].
+    /// Yields `longest`, then half of it, and so on.
+    /// The last value is [`SMALLEST_CONTEXT`], or `longest` if that is less.
     fn halvings(&self, longest: usize) -> impl Iterator<Item = usize> {
         let shortest = SMALLEST_CONTEXT.min(longest);
         let next = move |&context: &usize| (context > shortest).then(|| (context / 2).max(shortest));

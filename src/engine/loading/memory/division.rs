@@ -15,16 +15,16 @@ use crate::weights::inventory::ModelBytes;
 
 /// The maximum default chunk size, in tokens, if each rank holds whole layers.
 ///
-/// A rank waits until the other ranks have run their layers, and can give up after 5 s (`ANSWER_TIMEOUT`).
-/// A chunk of 2,048 tokens takes much less than 5 s: for example, 0.5 s in 100 GB of bf16 layers at 400 TFLOPS.
+/// While one rank runs its layers, the other ranks wait, and can give up after 5 s (`ANSWER_TIMEOUT`).
+/// With 2,048 tokens, a rank takes much less: for example, 0.5 s for 100 GB of bf16 layers at 400 TFLOPS.
 const MAX_STAGE_CHUNK: usize = 2048;
 
 impl MemoryPlan {
     /// Divides the layers among ranks. Returns the layers of each rank.
     ///
-    /// `free_bytes` is the free memory that each rank may use. Each rank gets layers in proportion to its room:
-    /// this memory minus `WORKSPACE_BYTES`, and minus the rank's weights that belong to no layer.
-    /// Every rank gets at least one layer. Fails if there are more ranks than layers.
+    /// `free_bytes` has the free memory that each rank may use. A rank's room is this memory minus `WORKSPACE_BYTES`
+    /// and minus the rank's weights that belong to no layer. The ranks get layers in proportion to their room,
+    /// but at least one layer each. Fails if there are more ranks than layers.
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
         let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
         if ranks > layers {
@@ -70,8 +70,8 @@ impl MemoryPlan {
         self.stages(&vec![0; ranks])
     }
 
-    /// Plans the memory of a rank that holds the whole layers in `layers` and its share of the output head.
-    /// `ranks` is the number of ranks.
+    /// Plans the memory of one of `ranks` ranks. The rank holds the layers `layers` whole, its share of the output
+    /// head, and all weights outside the layers and the head.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
         let ModelBytes { layers: layer_bytes, head, other } = &self.parts;
@@ -85,9 +85,9 @@ impl MemoryPlan {
         self
     }
 
-    /// Divides every layer among several ranks, and plans the memory of the rank with the largest part.
+    /// Divides every layer among `ranks` ranks, and plans the memory of the rank with the largest part.
     pub fn with_ranks(self, ranks: usize) -> Self {
-        // If a tensor cannot be divided equally, the first rank has the largest part.
+        // If a tensor cannot be divided equally, no other rank has a larger part than the first.
         self.with_rank(0, ranks)
     }
 
@@ -142,10 +142,10 @@ mod tests {
         let stages = |gib: &[u64]| plan.stages(&gib.iter().map(|gib| gib << 30).collect::<Vec<_>>()).unwrap();
         assert_eq!(stages(&[20, 20]), [0..5, 5..10]);
         assert_eq!(stages(&[20, 20, 20]), [0..3, 3..7, 7..10]);
-        assert_eq!(stages(&[10, 26]), [0..2, 2..10], "7.8 and 23.8 GiB remain for layers: 2.5 and 7.5 layers");
+        assert_eq!(stages(&[10, 26]), [0..2, 2..10], "rooms of 7.8 and 23.8 GiB are worth 2.5 and 7.5 layers");
         assert_eq!(stages(&[0, 20]), [0..1, 1..10], "a rank without free memory gets one layer");
         assert_eq!(stages(&[20, 0, 0]), [0..8, 8..9, 9..10]);
-        // A free memory of 0 stands for a CPU whose memory is unknown.
+        // If the memory of a CPU is unknown, its free memory is 0.
         assert_eq!(stages(&[0, 0]), [0..5, 5..10]);
         assert!(plan.stages(&[1 << 30; 11]).unwrap_err().to_string().contains("at most 10 devices"));
     }

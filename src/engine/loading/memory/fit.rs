@@ -4,8 +4,8 @@ use super::plan::{Capacity, MemoryPlan};
 use crate::device::DeviceInfo;
 
 impl MemoryPlan {
-    /// Limits a chunk size to the number of tokens in `sequences` full contexts, for which the KV cache is sized.
-    /// With a memory limit, returns `chunk`, because the KV cache may hold more than `sequences` sequences.
+    /// Limits `chunk` to the tokens of `sequences` full contexts, for which the KV cache is sized.
+    /// With a memory limit, returns `chunk`, because the KV cache can be larger.
     fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
         match self.limit_bytes {
             Some(_) => chunk,
@@ -13,7 +13,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the capacity with the context `context` and the smallest chunk size.
+    /// Returns the capacity for `context` with the smallest chunk size.
     pub fn smallest(&self, context: usize) -> Capacity {
         Capacity { context, chunk: self.useful_chunk(self.chunks.last().copied().unwrap_or(context), context) }
     }
@@ -57,7 +57,8 @@ mod tests {
         let plan = plan();
         assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
         assert_eq!(plan.largest_context(&device(1 << 30)), None);
-        // Above 512 tokens (the smallest chunk), the longest context that fits is a multiple of 64, the block size.
+        // Contexts shorter than the smallest chunk (512 tokens) also limit the chunk, so every token needs memory.
+        // Longer contexts need memory only for each block of 64 tokens, so the longest that fits is a multiple of 64.
         for context in [1, 511, 5056, 131_072] {
             let bytes = plan.bytes(plan.smallest(context));
             assert_eq!(plan.largest_context(&device(bytes)), Some(context));

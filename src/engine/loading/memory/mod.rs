@@ -2,11 +2,11 @@
 //!
 //! The loader makes the plan before it allocates memory for the model. `inferno show` prints the plan.
 //!
-//! - `plan`: [`MemoryPlan`], how it is created, and the user's limits; `token_workspace`: activation memory per token
+//! - `plan`: [`MemoryPlan`], its constructors, and the user's options; `token_workspace`: activation memory per token
 //! - `sizes`: the sizes of the KV cache and of the workspace
-//! - `division`: the part of one rank
-//! - `fit`: which contexts and chunk sizes fit; `out_of_memory`: the error if none fits;
-//!   `choice`: chooses the context length and the chunk size
+//! - `division`: divides the model among ranks, and plans the memory of one rank
+//! - `fit`: which contexts and chunk sizes fit; `choice`: chooses the context length and the chunk size
+//! - `out_of_memory`: the error if the model does not fit
 
 mod choice;
 mod division;

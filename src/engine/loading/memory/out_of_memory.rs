@@ -1,4 +1,4 @@
-//! The error for a model that does not fit, with a suggestion.
+//! The error for a model that does not fit in memory, and what the error suggests.
 
 use super::plan::MemoryPlan;
 use crate::device::DeviceInfo;
@@ -6,14 +6,15 @@ use crate::error::Error;
 use crate::text::counted;
 
 impl MemoryPlan {
-    /// Returns the error for a context that does not fit.
-    /// The error suggests the longest context that fits. If `context` itself fits according to the plan,
-    /// the error suggests half of `context`.
-    /// On one GPU, the error also suggests the smallest number of such GPUs (2, 4 or 8) on which `context` fits.
+    /// Returns the error for a context that does not fit, or for an allocation that failed although `context` fits
+    /// according to the plan.
+    ///
+    /// The error suggests the longest context that fits, if there is one, or half of `context` if `context` fits.
+    /// If the plan is for one GPU, the error also suggests 2, 4 or 8 such GPUs: the smallest number on which `context`
+    /// fits, if there is one.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {}", counted(context, "token"));
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
-        // The device can run out of memory although the plan fits. Then suggest half of the context.
         let shorter = |largest: usize| if largest < context { largest } else { context / 2 };
         let fitting_context = self.largest_context(device).map(shorter).filter(|&context| context > 0);
         let fits_on = |gpus: &usize| self.clone().with_ranks(*gpus).fit(context, device).is_some();
@@ -43,13 +44,13 @@ mod tests {
         let fits = plan.bytes(Capacity { context: 4096, chunk: 512 });
         let error = plan.choose(Some(16_384), &device(fits)).unwrap_err();
         assert!(error.to_string().contains("--context 4096"), "{error}");
-        // The suggested context can be shorter than the shortest default context.
+        // The suggested context can be shorter than 2,048 tokens, the shortest default context.
         let fits = plan.bytes(plan.smallest(300));
         for requested in [Some(1000), Some(16_384), None] {
             let error = plan.choose(requested, &device(fits)).unwrap_err();
             assert!(error.to_string().contains("--context 300"), "{requested:?}: {error}");
         }
-        // Allocations can fail although the plan fits.
+        // An allocation failed although the context fits according to the plan.
         for (context, suggested) in [(1000, Some(500)), (1, None)] {
             let error = plan.out_of_memory(context, &device(80 << 30));
             let Error::OutOfMemory { fitting_context, .. } = error else { panic!("{error}") };
@@ -72,7 +73,7 @@ mod tests {
         assert!(text.ends_with("fits: raise --gpu-memory, or choose a smaller model"), "{text}");
         let text = error(1 << 30, 2 << 30).to_string();
         assert!(text.contains("free memory on the device and raise --gpu-memory"), "{text}");
-        // If the limit is not below the free memory, raising the limit does not help.
+        // If the limit is not below the free memory, raising the limit alone does not help.
         for (limit, free) in [(40u64 << 30, 2 << 30), (2 << 30, 2 << 30)] {
             let text = error(limit, free).to_string();
             assert!(text.contains("only 2.1 GB is free") && !text.contains("--gpu-memory"), "{text}");

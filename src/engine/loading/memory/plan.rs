@@ -1,4 +1,4 @@
-//! The properties of a model and its device, and the user's options, that determine how much memory is needed.
+//! [`MemoryPlan`]: what determines the memory that a model needs: the model, its device, and the user's options.
 
 use std::sync::Arc;
 
@@ -46,15 +46,14 @@ pub struct MemoryPlan {
     /// The number of ranks. `weight_bytes`, `layers` and `layout` describe the part of one rank.
     pub(super) ranks: usize,
     pub(super) weight_bytes: u64,
-    /// The parts of the model that the ranks hold, by world size.
-    /// Entry i is for i + 1 ranks, which divide every layer.
+    /// The part of the model that each rank holds if the ranks divide every layer. Entry i is for i + 1 ranks.
     pub(super) rank_parts: Arc<[Vec<RankPart>]>,
-    /// The sizes of each layer, of the output head and of all other weights in the undivided model.
+    /// The sizes of the undivided model's weights: each layer, the output head, and all other weights.
     pub(super) parts: ModelBytes,
-    /// Extra bytes needed while loading onto a GPU, to repack or stack the experts of one layer. 0 on a CPU.
-    /// The loader frees these bytes before it allocates the KV cache.
+    /// Extra bytes needed while loading onto a GPU, for example to repack or stack the experts of one layer.
+    /// 0 on a CPU. The loader frees these bytes before it allocates the KV cache.
     pub(super) loading_bytes: u64,
-    /// Extra bytes needed in a forward pass on a GPU, for the dequantized experts of one layer. 0 on a CPU.
+    /// An upper bound on the bytes that a forward pass on a GPU needs for dequantized experts. 0 on a CPU.
     pub(super) unpacked_bytes: u64,
     /// An upper bound on the activation memory per token of a chunk, in bytes.
     pub(super) workspace_bytes_per_token: u64,
@@ -62,7 +61,7 @@ pub struct MemoryPlan {
     pub(super) layout: CacheLayout,
     /// The minimum number of full-context sequences that the KV cache can hold.
     pub(super) sequences: usize,
-    /// The memory to use on the device, in bytes. The KV cache gets what remains after weights and workspace.
+    /// The maximum memory that the rank may use, in bytes. The KV cache gets what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as `sequences` requires.
     pub(super) limit_bytes: Option<u64>,
     /// The size of the logits of one token, in bytes.
@@ -100,8 +99,8 @@ impl MemoryPlan {
         }
     }
 
-    /// Plans the memory of a model whose family may be unsupported. `layers` describes its KV cache.
-    /// The plan does not account for wide MLPs or for logits.
+    /// Plans the memory of a model of any family, even an unsupported one. `layers` describes its KV cache.
+    /// The plan can be too small: it assumes narrow MLPs, and omits the logits of steps with several sequences.
     pub fn from_layers(
         inventory: &Inventory,
         layers: Vec<LayerSpec>,
@@ -140,7 +139,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Sets the memory to use on the device. The KV cache gets what remains after weights and workspace.
+    /// Sets the maximum memory that the rank may use. The KV cache gets what remains after weights and workspace.
     pub fn with_limit(self, limit_bytes: u64) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..self }
     }
@@ -158,7 +157,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the KV heads, head dimension and attention window of each layer.
+    /// Returns the KV heads, head dimension and attention window of each of the rank's layers.
     pub fn layers(&self) -> &[LayerSpec] {
         &self.layers
     }

@@ -17,7 +17,7 @@ pub(super) const ARENA_BYTES: u64 = MAX_ARENAS_BYTES as u64;
 pub struct CacheGrowth {
     /// The bytes in all full-attention layers per 1,000 tokens of context.
     pub bytes_per_1000_tokens: u64,
-    /// The maximum bytes in all sliding-window layers, for the longest context.
+    /// The maximum bytes in all sliding-window layers, for the longest context that the model supports.
     pub sliding_bytes: u64,
 }
 
@@ -26,7 +26,7 @@ impl MemoryPlan {
     /// the scratch block, or more if a memory limit leaves room for more.
     pub fn cache_blocks(&self, capacity: Capacity) -> usize {
         let Capacity { context, chunk } = capacity;
-        // Only one sequence can have a full chunk, because all sequences share the `chunk` tokens of a step.
+        // Only one sequence at a time can have a full chunk, because all sequences share the `chunk` tokens of a step.
         let others = self.sequence_blocks(context).saturating_mul(self.sequences - 1);
         let needed = self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1);
         let Some(limit) = self.limit_bytes else { return needed };
@@ -40,8 +40,8 @@ impl MemoryPlan {
         self.layout.peak_blocks(context, 1)
     }
 
-    /// Returns the number of full-context sequences that fit if the KV cache gets all free memory of the device
-    /// that remains after the weights and the workspace for several sequences.
+    /// Returns how many full-context sequences fit if the KV cache gets all of the device's free memory, except for
+    /// the weights and the workspace for several sequences.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let workspace_bytes = self.clone().with_limit(device.free_bytes).workspace_bytes(capacity);
         let other_bytes = self.weight_bytes.saturating_add(workspace_bytes);
@@ -49,7 +49,8 @@ impl MemoryPlan {
         (blocks as usize).min(self.max_blocks()) / self.sequence_blocks(capacity.context).max(1)
     }
 
-    /// Returns the maximum number of blocks. Kernels count the elements of a cache tensor as an i32.
+    /// Returns the maximum number of blocks, which is limited because kernels count the elements of a cache tensor as
+    /// an i32.
     fn max_blocks(&self) -> usize {
         let elements = self.layers.iter().map(|layer| layer.kv_heads * layer.head_dim * BLOCK_TOKENS).max();
         i32::MAX as usize / elements.unwrap_or(1).max(1)
@@ -65,7 +66,7 @@ impl MemoryPlan {
         (blocks as u64).saturating_mul(self.layout.block_bytes(self.dtype))
     }
 
-    /// Returns the memory that passes need in addition to the weights and the KV cache, in bytes:
+    /// Returns the memory that forward passes need besides the weights and the KV cache, in bytes:
     /// activations, dequantized experts, logits, graphs, exchange buffers and library buffers.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
@@ -86,7 +87,7 @@ impl MemoryPlan {
         ((MAX_SEQUENCES + 3 * MAX_SEQUENCES.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
     }
 
-    /// Returns how the size of the keys and values depends on the context.
+    /// Returns how the size of one sequence's keys and values depends on its context.
     pub fn cache_growth(&self, chunk: usize) -> CacheGrowth {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());

@@ -1,4 +1,4 @@
-//! A plan and a device for tests.
+//! A memory plan and a device for tests.
 
 use candle_core::DType;
 

@@ -7,20 +7,22 @@ pub(super) const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
 /// Returns an upper bound on the activation memory per token of a chunk, in bytes.
 ///
-/// Activation memory peaks in the down projection of an MLP. With b bytes per element of `dtype`, a token then needs:
+/// Activation memory peaks in the MLP. With b bytes per element of `dtype`, the bound is the sum of these sizes:
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
-/// - the product of these outputs in `dtype`, and a quantized copy for some weight formats: 2b · intermediate
-/// - three versions of the residual stream, two layer outputs and the MLP output, all in f32: 24 · hidden
-/// - the two normed inputs in `dtype`: 2b · hidden
+/// - activation(gate) · up in `dtype`, and a quantized copy for some weight formats: 2b · intermediate
+/// - three versions of the residual stream and three outputs of attention or MLPs, all in f32: 24 · hidden
+/// - the normed inputs of attention and of the MLP in `dtype`: 2b · hidden
 /// - a reserve for 8-bit matrix products, which need accumulators and a quantized input: 8 · hidden
 ///
-/// With up to 128 tokens, the result of a matrix product can be several f32 tensors, whose sum is the product
-/// (`kernels/matmul/dense_wgmma.rs`). On an H200, these tensors take up to 66 KiB per token, which the bound covers.
+/// The true peak is lower, because these tensors are not all in memory at the same time.
+/// The difference leaves room for other temporaries, such as the accumulators of an 8-bit up projection.
 ///
-/// The up projection needs less: temporaries such as accumulators of 8-bit products take at most 2b · intermediate.
+/// With up to 128 tokens on a Hopper GPU, a matrix product can consist of several f32 parts that are added up later
+/// (`kernels/matmul/dense_wgmma.rs`). On an H200, the parts take up to 66 KiB per token, which the bound covers.
+///
 /// Attention and the experts of all supported families need less memory per token than this bound.
-/// Example: a token of Llama 3 70B in bf16 needs 504 KiB, and the bound is 624 KiB.
+/// Example: for Llama 3 70B in bf16, the bound is 624 KiB.
 pub(super) fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
     let bytes = dtype.size_in_bytes() as u64;
     let intermediate = (intermediate_size as u64).saturating_mul(8 + 2 * bytes);

@@ -54,8 +54,8 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     })
 }
 
-/// Reads text from the field `name`: a string, or an array of text parts, which are joined.
-/// Returns `None` if this field is missing or null.
+/// Reads the text of a field, which is a string or an array of text parts. Joins the parts.
+/// Returns `None` if the field is missing or null. Fails if a part is not text, for example an image.
 pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
     let parts = match fields.take(name) {
         None => return Ok(None),
@@ -81,7 +81,7 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         };
         let text = part.take_string(field)?;
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
-        // Clients send back parts of earlier responses that have these fields, so do not report the fields as ignored.
+        // Clients send back the parts of earlier responses, which have these fields, so do not report them as ignored.
         drop((part.take("annotations"), part.take("logprobs")));
         part.ignored().into_iter().for_each(|field| fields.ignore(field));
     }

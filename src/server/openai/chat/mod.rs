@@ -72,8 +72,8 @@ impl ChatParts {
         self.shows_reasoning || !matches!(piece, AnswerPiece::Reasoning(_))
     }
 
-    /// Returns the log probabilities of a content piece if the request asked for log probabilities.
-    /// Returns `None` for pieces of reasoning and of tool calls.
+    /// Returns the log probabilities of a content piece.
+    /// Returns `None` for other pieces, and if the request did not ask for log probabilities.
     fn logprobs(self, piece: &AnswerPiece, answers: &Answers) -> Option<Logprobs> {
         let is_content = matches!(piece, AnswerPiece::Content(..));
         let tokens = response::scored_tokens(piece);

@@ -71,8 +71,8 @@ impl ChatRequest {
 /// Reads `chat_template_kwargs`: additional variables for the chat template, such as `enable_thinking`.
 /// Fails if the field contains one of the `RESERVED_VARIABLES`.
 ///
-/// Harmony has no template variables. With harmony, only the entry `reasoning_effort` has an effect,
-/// and only if no other request field sets the reasoning effort.
+/// Harmony has no template variables. With harmony, moves the entry `reasoning_effort` to the request field
+/// of this name, unless the request has that field, and reports all other entries as ignored.
 pub fn read_template_variables(fields: &mut Fields, engine: &EngineHandle) -> Result<Map<String, Value>, ApiError> {
     const FIELD: &str = "chat_template_kwargs";
     let mut variables = match fields.take(FIELD) {
@@ -93,8 +93,8 @@ pub fn read_template_variables(fields: &mut Fields, engine: &EngineHandle) -> Re
     Ok(Map::new())
 }
 
-/// Reads `logprobs` and `top_logprobs`. Returns the number of alternatives to list for each token.
-/// Returns `None` if the request asks for no log probabilities.
+/// Reads `logprobs` and `top_logprobs`. Returns the number of alternatives to list for each token,
+/// or `None` if the request asks for no log probabilities. Fails if it asks for alternatives without `logprobs`.
 fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
     match fields.take_integer("top_logprobs", 0..=MAX_LOGPROBS as i64)? {

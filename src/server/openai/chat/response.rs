@@ -25,7 +25,7 @@ pub struct WholeChoice {
 }
 
 /// The message of a response that is not streamed.
-/// The deltas of a stream add up to the same text, reasoning and tool calls, but the content of a delta is never null.
+/// The deltas of a stream add up to the same text, reasoning and tool calls.
 #[derive(Serialize)]
 pub struct WholeMessage {
     role: &'static str,
@@ -134,7 +134,7 @@ impl WholeMessage {
         }
     }
 
-    /// Completes the message. If the answer has neither text nor tool calls, the content is an empty string.
+    /// Completes the message: sets the content to an empty string if the answer has neither text nor tool calls.
     pub fn finish(&mut self) {
         if self.tool_calls.is_empty() {
             self.content.get_or_insert_default();

@@ -56,7 +56,7 @@ impl Tools {
         let shown = if choice == ToolChoice::None { Vec::new() } else { functions };
         let tools = Self { shown, choice };
         let is_shown = engine.language().chat.as_ref().is_none_or(ChatFormat::reads_tools);
-        // A required call follows the schema of a tool, even if the prompt does not contain the tools.
+        // If a call is required, the constraint uses the tools, so they have an effect even if the prompt lacks them.
         if !tools.shown.is_empty() && !is_shown && !tools.is_required() {
             fields.ignore("tools".to_string());
         }
@@ -133,7 +133,7 @@ fn check_tool(path: &str, item: Value) -> Result<(), ApiError> {
     check_function(&mut function.ok_or_else(|| tool.invalid("function", "expected an object"))?)
 }
 
-/// Checks the name of a function and the types of its other fields.
+/// Checks the name of a function, and the types of `description`, `strict` and `parameters`.
 pub fn check_function(function: &mut Fields) -> Result<(), ApiError> {
     let is_name_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     let is_name = |name: &String| (1..=MAX_NAME).contains(&name.len()) && name.chars().all(is_name_char);

@@ -65,8 +65,8 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
     let entries: usize = prompts.map(|prompt| prompt.tokens.len() * (1 + prompt.top)).sum();
     if entries > MAX_PROMPT_LOGPROBS {
         let problem = format!(
-            "the prompts need {entries} log probabilities, but a response has at most {MAX_PROMPT_LOGPROBS}: \
-             send fewer prompts in a request, or a smaller 'logprobs'"
+            "the response needs {entries} prompt log probabilities, but the limit is {MAX_PROMPT_LOGPROBS}: \
+             lower 'logprobs' or 'n', or send fewer or shorter prompts"
         );
         return Err(ApiError::invalid("logprobs", problem));
     }
@@ -83,8 +83,7 @@ struct Texts {
 }
 
 impl Texts {
-    /// Creates the state of all choices.
-    /// `echoes` has one entry per prompt: the text to repeat, or `None`.
+    /// Creates the state before the first piece. `echoes` has one entry per prompt: the text to repeat, or `None`.
     /// `choices` is the number of answers to each prompt.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();

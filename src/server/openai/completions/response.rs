@@ -48,7 +48,7 @@ pub struct Logprobs {
     /// The log probability of each token. `None` for the first token of a prompt, because no token precedes it.
     token_logprobs: Vec<Option<f32>>,
     top_logprobs: Vec<Option<Alternatives>>,
-    /// The offset of each token in the text, in characters. Approximate if several tokens form one character.
+    /// The character offset of each token in the text. Approximate, for example if several tokens form one character.
     text_offset: Vec<usize>,
 }
 
@@ -87,7 +87,7 @@ impl Logprobs {
             for &(id, logprob) in &logprobs.top {
                 let text = text_of(id, tokenizer);
                 // Different tokens can have the same text, because incomplete characters become U+FFFD.
-                // If several tokens have the same text, keep only the most likely token.
+                // Keep only the most likely of them, because the keys of a JSON object must differ.
                 if top.iter().all(|(other, _)| *other != text) {
                     top.push((text, finite_logprob(logprob)));
                 }

@@ -1,4 +1,4 @@
-//! Reads the input of a Responses API request: new items, and references to stored items.
+//! Reads the input of a Responses API request: new items, references to stored items, and the previous response.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ fn unknown_response(id: &str, missing: &str) -> ApiError {
     ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
 }
 
-/// Subtracts the size of a stored item from the size budget. Fails if the item exceeds the rest of the budget.
+/// Subtracts the estimated memory of a stored item from the budget. Fails if the rest of the budget is too small.
 /// Without this budget, a small request with references to stored items could build a huge conversation.
 fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {

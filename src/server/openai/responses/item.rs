@@ -56,7 +56,7 @@ pub enum ItemContent {
     },
 }
 
-/// A part of the content of an item.
+/// The content part of a message or of a reasoning item.
 #[derive(Serialize)]
 #[serde(tag = "type")]
 pub enum ContentPart<'a> {
@@ -131,7 +131,7 @@ impl Serialize for Item {
         )?;
         map.serialize_entry("status", &self.status)?;
         let has_ended = self.status != ItemStatus::InProgress;
-        // An item that has just started is shown without its content part, because a separate event adds the part.
+        // Omit the content part of an item that has just started, because a separate event adds the part.
         let has_part = has_ended || !self.content.is_empty();
         let parts = || self.content.part().into_iter().filter(|_| has_part).collect::<Vec<ContentPart>>();
         match &self.content {

@@ -5,8 +5,8 @@ use crate::chat::{Message, Role, ToolCall};
 
 /// Converts a conversation to messages. `instructions` become the first message.
 ///
-/// Consecutive assistant items (reasoning, text and calls) become one message, as in a chat completion.
-/// A text item starts a new message if the current message already has text or a call.
+/// Consecutive assistant items (reasoning, text and calls) become one message, as in a chat completion,
+/// but text starts a new message if the current message already has text or a call.
 pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a Item>) -> Vec<Message> {
     let mut messages: Vec<Message> = instructions.map(Message::system).into_iter().collect();
     // Whether the last message is an assistant message that the next item may extend.
@@ -77,7 +77,8 @@ mod tests {
         item(ItemContent::CallOutput { call_id: id.into(), output: "ok".into() })
     }
 
-    /// Returns a summary of each message: the first letter of the role, `<reasoning>`, the content and `(call ids)`.
+    /// Converts the instructions `i` and `items` to messages. Describes each message by the first letter of its role,
+    /// a colon, `<reasoning>`, the content, and `(id)` for each call.
     fn shape(items: &[Item]) -> String {
         let describe = |message: &Message| {
             let reasoning = message.reasoning.as_ref().map_or(String::new(), |text| format!("<{text}>"));

@@ -107,11 +107,11 @@ pub async fn count_tokens(
     Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
 }
 
-/// An answer that is being generated, in the format of OpenAI's Responses API.
+/// A response that is being built from the pieces of an answer.
 struct ResponseBuilder {
     object: ResponseObject,
     input: Vec<Arc<Item>>,
-    /// The output so far. The store reads it for requests about a response in progress.
+    /// The output so far. While the response is streamed, the store reads this output for other requests.
     output: Arc<Mutex<Output>>,
     finish: Option<Finish>,
 }
@@ -173,7 +173,7 @@ impl ResponseWriter {
         events.send(name, Event::Response { response: &self.builder.object });
     }
 
-    /// Stores the response, unless the request contains `"store": false`. Sends the last event.
+    /// Completes the response, stores it unless the request contains `"store": false`, and sends the last event.
     fn end(&mut self, answers: &Answers, out: &mut EventBuffer) {
         let event = self.builder.end(answers);
         self.builder.save(self.running.store());

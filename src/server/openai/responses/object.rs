@@ -11,7 +11,7 @@ use crate::server::generation::usage::Usage;
 use crate::server::http::error::ApiError;
 use crate::server::ids;
 
-/// The estimated memory of a JSON value in bytes, without the text of strings.
+/// The estimated memory of a JSON value or an object key in bytes, without its text and its nested values.
 const VALUE_BYTES: usize = 96;
 /// The estimated memory of a response in bytes, without its items, texts and JSON values.
 const OBJECT_BYTES: usize = 2048;
@@ -33,7 +33,7 @@ pub struct ResponseObject {
     pub settings: Arc<Settings>,
 }
 
-/// The request fields that the response repeats.
+/// The fields of a response that describe its request. Fields that the request omits have their defaults.
 #[derive(Serialize)]
 pub struct Settings {
     pub model: String,
@@ -152,7 +152,7 @@ impl ResponseObject {
         self.incomplete_details = (status == ResponseStatus::Incomplete).then_some(details);
     }
 
-    /// Records the error that ended the response. Error codes that clients do not know become `server_error`.
+    /// Records the error that ended the response, with the code `server_error` unless clients know the error's code.
     pub fn set_error(&mut self, error: &ApiError) {
         let known = ["rate_limit_exceeded", "context_length_exceeded"];
         let code = error.code.filter(|code| known.contains(code)).unwrap_or("server_error");

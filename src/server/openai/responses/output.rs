@@ -32,7 +32,7 @@ impl Output {
         Self { parts, items: Vec::new(), calls: Vec::new() }
     }
 
-    /// Returns a copy of the output items so far. The last item is complete only after [`finish`](Self::finish).
+    /// Returns a copy of the output items so far. The last item can grow until [`finish`](Self::finish) is called.
     pub fn items(&self) -> Vec<Arc<Item>> {
         self.items.iter().cloned().map(Arc::new).collect()
     }

@@ -23,7 +23,7 @@ use crate::server::state::Server;
 /// The maximum number of entries in `metadata`, as in OpenAI's API.
 const MAX_METADATA: usize = 16;
 
-/// Unsupported fields that would change the output.
+/// Unsupported fields that are rejected instead of ignored, because the client relies on their effect.
 /// Each entry contains the field's name, the value that is accepted besides null, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("background", "false", "send 'stream' instead"),
@@ -39,7 +39,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ("truncation", "\"disabled\"", "inferno never shortens a conversation"),
 ];
 
-/// The engine request of a response, and the fields that the response repeats.
+/// A parsed request: the prompt and the options for the engine, and how to build the response.
 pub struct ResponseRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
@@ -132,7 +132,7 @@ impl ResponseRequest {
     }
 }
 
-/// Reads the field `text`. Returns the value that the response repeats, and the grammar of the answer, if set.
+/// Reads the field `text`. Returns the value that the response repeats, and the grammar of the answer, if any.
 fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> {
     let plain = json!({ "type": "text" });
     let Some(mut text) = fields.take_object("text")? else { return Ok((json!({ "format": plain }), None)) };
@@ -157,7 +157,7 @@ fn read_include(fields: &mut Fields) -> Result<ResponseParts, ApiError> {
     Ok(parts)
 }
 
-/// Reads `max_tool_calls`. The field has no effect, because it limits only calls of OpenAI's own tools.
+/// Reads `max_tool_calls`. The field has no effect, because it limits only calls of OpenAI's built-in tools.
 fn read_max_tool_calls(fields: &mut Fields) -> Result<Option<i64>, ApiError> {
     let limit = fields.take_integer("max_tool_calls", 1..=i64::from(u32::MAX))?;
     if limit.is_some() {

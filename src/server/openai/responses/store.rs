@@ -15,7 +15,7 @@ use crate::server::tenant::Tenant;
 /// Above this limit, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The maximum time that a stored response is kept after its last use.
+/// The maximum time for which a stored response is available after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
 /// The stored responses and the streamed responses in progress of all tenants.
@@ -78,7 +78,7 @@ impl TenantStore {
         self.with(|responses| responses.insert(response, Instant::now()));
     }
 
-    /// Returns a response that has ended, or `None` if it is not stored.
+    /// Returns a stored response, or `None` if no response with this id is stored.
     pub fn get(&self, id: &str) -> Option<Arc<StoredResponse>> {
         self.with(|responses| responses.get(id, Instant::now()))
     }
@@ -112,7 +112,7 @@ impl TenantStore {
 
     /// Returns a stored response, or a response in progress that will be stored, with its output so far.
     ///
-    /// One lock covers both lookups, because a response can end between them.
+    /// One lock covers both lookups. Otherwise, a response that ends between them would not be found.
     pub fn object(&self, id: &str) -> Option<ResponseObject> {
         self.with(|responses| {
             // For a short time, a response that has ended is both stored and listed as in progress.
@@ -149,7 +149,7 @@ impl Running {
     }
 }
 
-/// A guard of a response in progress. Dropping the guard removes the response from the responses in progress.
+/// While this guard lives, the store lists a response as in progress.
 pub struct RunningGuard {
     store: TenantStore,
     id: String,
@@ -227,7 +227,7 @@ impl Responses {
         self.order.remove(&last_use);
         self.bytes -= bytes;
         for item in response.items() {
-            // If a client sent the same item again, the item belongs to the later response.
+            // If a client sent the same item again, the item belongs to the later response, so keep it.
             if self.items.get(&item.id).is_some_and(|(owner, _)| owner == id) {
                 self.items.remove(&item.id);
             }

@@ -1,4 +1,4 @@
-//! The routes for stored responses.
+//! The routes that return, cancel and delete a response, and list its input items.
 
 use std::sync::Arc;
 
@@ -14,12 +14,13 @@ use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 use crate::server::tenant::Tenant;
 
-/// The number of items to list if the query has no `limit`.
+/// The default value of the query parameter `limit`.
 const DEFAULT_LIMIT: usize = 20;
 /// The maximum value of the query parameter `limit`.
 const MAX_LIMIT: usize = 100;
 
 /// Returns a stored response, or a response in progress that will be stored, with its output so far.
+/// Fails if the query asks for a stream.
 pub async fn get(
     Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
@@ -70,7 +71,7 @@ struct ItemList<'a> {
     has_more: bool,
 }
 
-/// Lists the input items of a stored response. The newest item comes first, unless the query sets `order` to `asc`.
+/// Lists the input items of a stored response. The last item comes first, unless the query sets `order` to `asc`.
 pub async fn input_items(
     Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
@@ -128,7 +129,7 @@ struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
     /// Returns the value of a query parameter, without percent-decoding it.
-    /// Only `after` can need decoding, if the client chose the item id. An encoded id is then not found.
+    /// As a result, an item id in `after` that must be percent-encoded is not found. Only clients choose such ids.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

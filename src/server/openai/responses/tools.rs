@@ -25,7 +25,7 @@ pub struct Tools {
 /// Reads the fields `tools` and `tool_choice`.
 ///
 /// Skips tools whose type is not `function` and reports them as ignored.
-/// Clients such as Codex always send tools of other types.
+/// An error would lock out clients such as Codex, which always send tools of other types.
 pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
@@ -73,8 +73,8 @@ fn pick(item: &Value, keys: &[&str]) -> Value {
 
 /// Reads a `tool_choice` field that is not `auto`, `none` or `required`. Fails unless it is a supported object.
 ///
-/// Returns the names of the functions that the model may call, or `None` for all functions.
-/// Also returns whether the model may call functions, must call at least one, or must call a specific function.
+/// Returns the function names that `allowed_tools` lists, or `None` if the field names one function.
+/// Also returns whether the model may call functions, must call at least one, or must call the named function.
 fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
     let kind = match choice["mode"].as_str() {
         None | Some("auto") => Some(ToolChoice::Auto),
