@@ -54,7 +54,7 @@ fn only_numbers_from_1000_have_a_thousands_separator() {
 
 /// The serving results of gpt-oss-20b on an H200: two runs of the same commit.
 const H200_SERVING: [&str; 2] =
-    ["2026-11-30-nvidia-h200-gpt-oss-20b-serving-11", "2026-11-30-nvidia-h200-gpt-oss-20b-serving-12"];
+    ["2026-11-30-nvidia-h200-gpt-oss-20b-serving-13", "2026-11-30-nvidia-h200-gpt-oss-20b-serving-14"];
 
 #[test]
 fn speeds_and_memory_agree_with_the_stored_results() {
@@ -66,7 +66,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     // The results of gpt-oss-20b on one H200, and on one, two and four H100s.
     // Each pair has the results with single sequences and those with concurrent requests.
     let newest = [
-        (&["2026-11-30-nvidia-h200-gpt-oss-20b-5", "2026-11-30-nvidia-h200-gpt-oss-20b-6"][..], &H200_SERVING[..]),
+        (&["2026-11-30-nvidia-h200-gpt-oss-20b-7", "2026-11-30-nvidia-h200-gpt-oss-20b-8"][..], &H200_SERVING[..]),
         (
             &["2026-11-28-nvidia-h100-gpt-oss-20b", "2026-11-28-nvidia-h100-gpt-oss-20b-2"],
             &["2026-11-28-nvidia-h100-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-gpt-oss-20b-serving-2"],
