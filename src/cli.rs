@@ -65,11 +65,11 @@ pub fn main() -> ExitCode {
     terminal::survive_file_size_limit();
     match parse().and_then(run) {
         Ok(code) => code,
-        // The reader closed the pipe, as in `| head`. That is not an error.
+        // The reader of the output closed the pipe, as in `| head`. That is not an error.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             let error = if is_stdout_full(&error) { error.context("cannot write the output") } else { error };
-            // Escape control characters, because messages quote untrusted files. Ignore a closed stderr.
+            // Escape control characters, because messages may quote untrusted files. Ignore a closed stderr.
             let _ = writeln!(std::io::stderr(), "error: {}", printable(&error_message(&error)));
             ExitCode::from(exit_code(&error))
         }
@@ -78,14 +78,14 @@ pub fn main() -> ExitCode {
 
 /// Returns whether writing to stdout failed because the disk is full.
 fn is_stdout_full(error: &anyhow::Error) -> bool {
-    // A disk-full error that arrives here without context is from stdout: writes to files add a context.
+    // A disk-full error without context is from stdout, because writes to files add a context.
     let outermost = error.chain().next().and_then(|cause| cause.downcast_ref());
     outermost.is_some_and(is_disk_full)
 }
 
-/// Parses the command line.
+/// Parses the command line. If it is invalid, prints an error and exits.
 ///
-/// The environment, a resumed conversation and the configuration file supply values for flags that were not given.
+/// The environment, a resumed conversation and the configuration file supply values for flags that were not typed.
 fn parse() -> Result<Cli> {
     let line = defaults::parse(Cli::command(), None)?;
     let mut cli = to_cli(&line);

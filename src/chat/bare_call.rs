@@ -6,16 +6,17 @@
 use super::message::ToolCall;
 use super::tagged_call::read_bare_calls;
 
-/// The accepted keys of a call. If all keys were accepted, most answers in JSON would be held back until their end.
+/// The accepted keys of a call. If every key were accepted, most JSON answers would be held back until they end.
 const KEYS: [&str; 4] = ["name", "parameters", "arguments", "type"];
 
 /// Reads an answer as it grows, and reports whether the answer can still consist of calls of known tools.
 ///
-/// [`is_possible`](Self::is_possible) reads each byte only once. [`finish`](Self::finish) checks the JSON of the calls.
+/// [`is_possible`](Self::is_possible) reads each byte only once, and checks only part of the JSON.
+/// [`finish`](Self::finish) checks all of it.
 pub struct BareCalls {
     /// The names of the tools in the request.
     names: Vec<String>,
-    /// The number of bytes of the answer that were read.
+    /// The number of bytes of the answer read so far.
     read: usize,
     state: BareCallState,
     /// The JSON key that was read last.
@@ -46,7 +47,7 @@ enum BareCallState {
     Text,
 }
 
-/// Whether the next byte of the arguments is part of a JSON string.
+/// Whether the reader is inside a JSON string of the arguments.
 #[derive(Clone, Copy)]
 enum Quote {
     Outside,
@@ -67,7 +68,7 @@ impl BareCalls {
         *self = Self::new(std::mem::take(&mut self.names));
     }
 
-    /// Returns whether `answer` can still become tool calls. `answer` must extend the text of the previous call.
+    /// Returns whether `answer` can still become tool calls. `answer` must begin with the text that was read before.
     pub fn is_possible(&mut self, answer: &str) -> bool {
         for &byte in &answer.as_bytes()[self.read..] {
             self.state = self.next(byte);
@@ -105,8 +106,8 @@ impl BareCalls {
         }
     }
 
-    /// Reads a byte of a key, of a tool's name or of the type. Does not decode escape sequences, because no known key,
-    /// name or type needs one.
+    /// Reads a byte of a key, a tool name or a type. Does not decode escape sequences, because valid keys, tool names
+    /// and types need none.
     fn next_in_word(&mut self, byte: u8) -> BareCallState {
         let is_key = matches!(self.state, BareCallState::Key);
         let known: Vec<&str> = match self.key {

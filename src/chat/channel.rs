@@ -7,8 +7,8 @@ pub enum Channel {
     Reasoning,
     /// Text for the user, including text before a tool call.
     Answer,
-    /// The text of a tool call, as the model wrote it. In harmony, this text contains only the arguments.
-    /// In other formats, this text includes the function name. `Parser::tool_calls` returns the parsed calls.
+    /// The text of a tool call, as the model wrote it: in harmony, only the arguments; in other formats, also the
+    /// function name. `Parser::tool_calls` returns the parsed calls.
     ToolCall,
 }
 

@@ -39,7 +39,7 @@ impl TemplateFormat {
 impl ChatFormat {
     /// Loads the chat format of the model in `dir`.
     ///
-    /// Uses the first of these formats that exists:
+    /// Uses the first of these that exists:
     ///
     /// 1. harmony, if the vocabulary contains its control tokens
     /// 2. the file `chat_template.jinja`
@@ -58,7 +58,7 @@ impl ChatFormat {
     /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
     /// `tool_use` is the model's separate template for conversations with tools, if any.
     /// If the vocabulary has harmony's control tokens, the format is harmony, and the templates are ignored.
-    /// Returns `None` if the model has neither harmony nor a nonempty `template`.
+    /// Otherwise, returns `None` if `template` is missing or empty.
     pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,

@@ -142,7 +142,7 @@ fn author(role: &str, message: &Message) -> String {
 }
 
 /// Returns the full name of a function in harmony, such as `functions.f`.
-/// A name with a dot, such as that of the built-in tool `browser.search`, already has a namespace and stays unchanged.
+/// A name with a dot, such as `browser.search`, already has a namespace and stays unchanged.
 pub fn address(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }

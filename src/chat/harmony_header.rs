@@ -11,13 +11,13 @@ use crate::tokenizer::Tokenizer;
 /// Whether the model generated the `<|start|>` before a message header.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Opening {
-    /// The model generated `<|start|>`. The header begins with a role.
+    /// The model generated `<|start|>`. The header should begin with a role.
     Start,
     /// The prompt ends with `<|start|>assistant`, or the model omitted `<|start|>`.
     Implied,
 }
 
-/// The token ids of a message header that the model has generated so far.
+/// The token ids of a message header that is still being generated.
 pub struct PartialHeader {
     pub opening: Opening,
     /// The ids before `<|channel|>`: the role, and possibly a recipient.
@@ -26,8 +26,8 @@ pub struct PartialHeader {
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient that the header named before a second `<|channel|>`, or before a `<|channel|>` that follows
-    /// `<|constrain|>`. This recipient applies unless the new channel names another one.
+    /// The recipient named before a misplaced `<|channel|>`: a second one, or one after `<|constrain|>`.
+    /// This recipient applies unless the text after the misplaced `<|channel|>` names another one.
     pub recipient: Option<String>,
 }
 
@@ -103,8 +103,8 @@ impl PartialHeader {
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // If the prompt ends with `<|start|>assistant`, the role is already known, so a generated role violates the
-        // format. Models nevertheless often generate `assistant` again.
+        // Without a generated `<|start|>`, a role violates the format. But if the prompt ends with
+        // `<|start|>assistant`, models often generate `assistant` again.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
@@ -162,7 +162,8 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
 
 /// Splits off a recipient, such as `to=functions.f`. Returns `None` if the text does not start with a recipient.
 ///
-/// The second returned value is the text after the recipient, or `None` if the recipient may be incomplete.
+/// The first returned value is the recipient without `to=`.
+/// The second value is the text after the recipient, or `None` if the recipient may be incomplete.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     let text = text.strip_prefix("to=")?;
     Some(match text.find(|c| !(is_name_character(c) || ".:".contains(c))) {
@@ -210,7 +211,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: None, rest, is_undecided: true };
     }
     match opening {
-        // The words after a role are content, because the model omitted <|message|>.
+        // The model omitted `<|message|>` after the role, so the words after the role are content.
         Opening::Start if known => Words { name: Some(first), rest: tail.unwrap_or_default(), ..Words::default() },
         _ => Words { rest: text, ..Words::default() },
     }

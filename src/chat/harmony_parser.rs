@@ -1,10 +1,10 @@
 //! Parses model output in harmony, the chat format of gpt-oss, into channels of text.
 //!
-//! Models sometimes violate the format (openai/harmony #33 #80 #82).
-//! At temperature 1, gpt-oss-20b did so in about 4% of turns (llama.cpp #27720).
+//! Models sometimes violate the format (openai/harmony #33 #80 #82). For example, a user of gpt-oss-20b reports
+//! malformed headers in about 1% of turns at temperature 1 (llama.cpp #27720).
 //! The parser therefore never rejects output, and keeps all text outside headers.
-//! The text of a header without a message becomes the answer, but only if the model generates no other text and no
-//! tool call. If the end of the generation cuts off a valid header, the text of this header is dropped.
+//! If the model generates no such text and no tool call, the words of headers without `<|message|>` become the answer.
+//! A valid header that the end of the generation cuts off after `<|channel|>` is dropped.
 //! The parser recognizes control tokens by id, counts violations, and continues after them.
 //! It returns text as soon as the text can no longer be part of a header.
 
@@ -18,7 +18,7 @@ use super::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
 
 /// The maximum length of a message header in tokens. Valid headers are usually much shorter.
-/// A longer text without `<|message|>` counts as content.
+/// If a header grows longer than this without `<|message|>`, its text counts as content.
 const MAX_HEADER_TOKENS: usize = 64;
 
 /// Splits the generated tokens of one answer into channels and tool calls.
@@ -33,14 +33,14 @@ pub struct HarmonyParser {
     header_words: String,
 }
 
-/// The part of a message that is being generated.
+/// The position of the parser in the output.
 enum HarmonyState {
     Header(PartialHeader),
     Content {
         channel: Channel,
         stream: TextStream,
     },
-    /// Between two messages. `<|start|>` should follow.
+    /// After a message. If another message follows, it should begin with `<|start|>`.
     Between,
 }
 
@@ -94,7 +94,7 @@ impl HarmonyParser {
             match &mut self.state {
                 HarmonyState::Header(header) => {
                     self.violations.add_if(header.constrain.is_some(), FormatViolation::UnexpectedToken);
-                    // Keep the tokens after the first `<|constrain|>`, because they count toward the header's length.
+                    // Keep tokens after an earlier `<|constrain|>`, because they count toward the header's length.
                     header.constrain.get_or_insert_default();
                 }
                 _ => self.violations.add(FormatViolation::UnexpectedToken),
@@ -138,7 +138,7 @@ impl HarmonyParser {
     }
 
     /// Starts the content of a message if the header is too long or contains text that cannot belong to a header.
-    /// In both cases, the model omitted `<|message|>` after the header.
+    /// In both cases, the model omitted `<|message|>`.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let HarmonyState::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;
@@ -155,7 +155,8 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content of a message. The content begins with any text left over from the header.
+    /// Starts the content of a message, and a tool call if the header names a recipient.
+    /// The content begins with any text left over from the header.
     fn open(&mut self, parsed: ParsedHeader, out: &mut Vec<Delta>) {
         if let Some(recipient) = parsed.recipient {
             let name = recipient.strip_prefix("functions.").unwrap_or(&recipient).to_string();
@@ -166,7 +167,7 @@ impl HarmonyParser {
         self.emit(parsed.channel, parsed.rest, out);
     }
 
-    /// Handles the control token `<|message|>`, which ends a header.
+    /// Ends the header and starts the content at the control token `<|message|>`.
     fn message_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         match &self.state {
             HarmonyState::Header(header) => {
@@ -184,7 +185,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Handles the control token `<|channel|>`, after which the channel name follows.
+    /// Expects a channel name after the control token `<|channel|>`. Starts a new header if no header is open.
     fn channel_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let mut header = PartialHeader::new(Opening::Implied);
         match &mut self.state {
@@ -213,7 +214,6 @@ impl HarmonyParser {
     /// Ends the current message, in its header or its content.
     fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
         match std::mem::replace(&mut self.state, HarmonyState::Between) {
-            // The model generated nothing after the last message, so no message has to be closed.
             HarmonyState::Between => {}
             HarmonyState::Content { channel, mut stream } => {
                 self.violations.add_if(ending == Ending::Missing, FormatViolation::MissingToken);
@@ -260,9 +260,9 @@ impl HarmonyParser {
 enum Unfinished {
     /// The start of a valid header, cut off by the end of the generation. Not a violation.
     ValidStart,
-    /// Words of a header, without content.
+    /// The words of a header that is not followed by content.
     Words,
-    /// A header that is followed by content, or that names a recipient.
+    /// Any other header that is followed by content or names a recipient.
     Content,
 }
 
@@ -276,7 +276,7 @@ impl Unfinished {
         } else if (is_cut_off && parsed.is_undecided) || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
             Self::Words
         } else {
-            // No `<|message|>` can follow, so words that could be header or content count as content.
+            // The header ends without `<|message|>`, so words that could be header or content count as content.
             Self::Content
         }
     }

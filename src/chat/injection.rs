@@ -4,8 +4,8 @@
 //! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
 //! Before rendering, this module inserts a mark into the control tokens in the input.
 //! The mark is a Unicode character that the input does not contain.
-//! After rendering, text between two control tokens of the template is encoded as ordinary text if it contains a mark.
-//! The marks are removed before encoding.
+//! In the rendered prompt, strings without a mark that match a control token become this token.
+//! If the text between two such tokens contains a mark, it is encoded as ordinary text, without its marks.
 //!
 //! Most conversations need no marks. Their prompts are encoded in one call, as in transformers.
 
@@ -27,7 +27,7 @@ pub struct Marker<'t> {
 }
 
 impl<'t> Marker<'t> {
-    /// Creates a marker for all strings in `texts`. Fails if they contain every possible mark.
+    /// Creates a marker whose mark occurs in none of the `texts`. Fails if the texts contain every possible mark.
     pub fn new<'s>(tokenizer: &'t Tokenizer, texts: impl Iterator<Item = &'s str> + Clone) -> Result<Self> {
         let unused = |mark: &char| !texts.clone().any(|text| text.contains(*mark));
         let Some(mark) = MARKS.into_iter().find(unused) else {
@@ -77,7 +77,7 @@ impl<'t> Marker<'t> {
                 *spelled.entry(id).or_default() += 1;
             }
         }
-        // Count each control token separately, because normalization may remove one control token and create another.
+        // Compare the counts per token, because normalization may remove one control token and create another.
         let mut found = found.into_iter().filter(|id| self.tokenizer.is_control(*id) && !unknown.contains(id));
         Ok(found.any(|id| match spelled.get_mut(&id) {
             Some(count) if *count > 0 => {
@@ -107,7 +107,7 @@ impl<'t> Marker<'t> {
             return Ok((self.tokenizer.encode(&rendered, ControlTokens::Parse)?, rendered));
         }
         let mut ids = Vec::new();
-        // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
+        // The text before `begin` is already encoded. `control_end` is the end of the last unmarked control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
             // A one-character control token with a mark after it comes from the input, so it is ordinary text.

@@ -1,4 +1,4 @@
-//! The messages of a conversation, in the JSON format of OpenAI's API.
+//! The messages of a conversation, and their JSON form in OpenAI's chat completions.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::python;
 
-/// The author of a message.
+/// The role of a message's author.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How much a model reasons. There is no level without reasoning, because gpt-oss was not trained to answer without it.
+/// How much a model reasons. These are the levels of gpt-oss, which has no level without reasoning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReasoningEffort {
     Low,

@@ -2,7 +2,7 @@
 //!
 //! Models whose vocabulary contains harmony's control tokens, such as gpt-oss, use harmony.
 //! All other chat models use a Jinja template.
-//! Text from users and tools does not become a control token. SECURITY.md lists the exceptions.
+//! Text from users and tools does not become a control token, with the exceptions that SECURITY.md lists.
 //! The parsers accept malformed output and drop only headers, control tokens, tags and whitespace around tags.
 //!
 //! - `message`, `rendered`: a conversation, and the rendered prompt

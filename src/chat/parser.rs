@@ -16,7 +16,7 @@ use crate::tokenizer::Tokenizer;
 /// `push` and `finish` take the tokenizer, so that one struct can own both the parser and the tokenizer.
 pub struct Parser(ParserKind);
 
-/// The parser of one kind of chat format.
+/// The parser for one of the two kinds of chat format.
 pub enum ParserKind {
     Harmony(Box<HarmonyParser>),
     Tagged(Box<TaggedParser>),
@@ -29,8 +29,8 @@ impl Parser {
 
     /// Sets the tools of the request, in the format of chat completions.
     ///
-    /// If the vocabulary has `<|python_tag|>`, an answer that consists only of calls of these tools counts as
-    /// tool calls even without this token, because models sometimes omit it.
+    /// Models with `<|python_tag|>` sometimes omit this token before tool calls. Their answer therefore counts as tool
+    /// calls even without the token if it consists only of calls of these tools. For other models, this has no effect.
     pub fn with_tools(self, tokenizer: &Tokenizer, tools: &[Value]) -> Self {
         let names: Vec<String> =
             tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).map(str::to_string).collect();
@@ -62,8 +62,8 @@ impl Parser {
 
     /// Returns the tool calls of the answer so far. The arguments of the last call may still grow.
     ///
-    /// In output with tags, a call that has not ended has no name, and its arguments are its text so far.
-    /// The same holds for a call that cannot be parsed.
+    /// In output with tags, a call that has not ended or cannot be parsed has no name, and its arguments are its text.
+    /// Llama 3 calls without `<|python_tag|>` appear only after [`finish`](Self::finish).
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.0 {
             ParserKind::Harmony(parser) => parser.tool_calls(),

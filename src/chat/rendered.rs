@@ -1,4 +1,4 @@
-//! The types for rendering a conversation to token ids: `RenderOptions`, the result and the `Render` trait.
+//! The options, the result and the trait for rendering conversations to token ids.
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -9,13 +9,14 @@ use super::message::{Message, ReasoningEffort};
 /// The options for rendering a prompt from messages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RenderOptions {
-    /// Tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    /// Tools in the format of chat completions:
+    /// `{"type": "function", "function": {"name", "description", "parameters"}}`.
     pub tools: Vec<Value>,
     pub reasoning_effort: ReasoningEffort,
     /// The current date as `YYYY-MM-DD`.
     ///
-    /// `inferno play` uses one date for a whole session, because a new date at midnight would change the start of the
-    /// prompt, so that the cached prefix would no longer match.
+    /// `inferno play` uses one date for a whole session. A new date at midnight would change the start of the prompt,
+    /// and the cached prefix would no longer match.
     pub date: String,
     /// Whether the prompt ends with the start of an assistant message.
     pub add_generation_prompt: bool,

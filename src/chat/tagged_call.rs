@@ -42,6 +42,8 @@ impl From<Call> for ToolCall {
 /// - `{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}`: Llama 3
 /// - `[{"name": "f", "arguments": {}}]`: Mistral
 /// - `f[ARGS]{}` or `f[CALL_ID]123[ARGS]{}`: newer Mistral models (the call id is dropped)
+///
+/// The arguments may be missing, except in the last form.
 pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
     let text = text.trim();
     if let Some((head, arguments)) = text.split_once(MISTRAL_ARGUMENTS) {

@@ -5,10 +5,10 @@
 //! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
 //! Tool calls come after the reasoning. Hermes and Qwen models write them between `<tool_call>` and `</tool_call>`.
-//! A call of a Mistral model begins with `[TOOL_CALLS]`, and a call of a Llama 3 model with `<|python_tag|>`.
-//! Such a call ends where the next call begins, or at the end of the answer.
+//! Mistral models write `[TOOL_CALLS]` before calls, and Llama 3 models write `<|python_tag|>`.
+//! The text of these calls ends at the next tool call token, or at the end of the answer.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
-//! Llama 3 may omit the token if the whole answer consists of calls of tools in the request (see `bare_call`).
+//! If a whole answer consists of calls of tools in the request, `<|python_tag|>` may be missing (see `bare_call`).
 //!
 //! All other control tokens in the output are dropped, except `[CALL_ID]` and `[ARGS]` in a tool call.
 
@@ -34,7 +34,7 @@ const MAX_NEWLINES: usize = 2;
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
-    /// Text whose channel is uncertain: the possible start of a tag or a bare call, or whitespace before a tag.
+    /// Text whose channel is uncertain, because it may begin a tag or a bare call, or be whitespace before a tag.
     held: String,
     /// Recognizes bare calls: tool calls without a control token. `None` if every tool call needs a control token.
     bare_calls: Option<BareCalls>,
@@ -99,7 +99,7 @@ impl TaggedParser {
                 self.start_tool_call(&mut out);
                 self.has_end_tag = true;
             }
-            // If the channel is already a tool call, the control token starts another call.
+            // In a tool call, these tokens end the call and start the next one, so no token is missing.
             (MISTRAL_CALLS | LLAMA_CALLS, _) => {
                 self.violations.add_if(self.channel == Channel::Reasoning, FormatViolation::MissingToken);
                 self.start_tool_call(&mut out);
@@ -154,7 +154,7 @@ impl TaggedParser {
         self.held.push_str(text);
         while let Some((tag, next)) = self.tag() {
             let Some(at) = self.held.find(tag) else { break };
-            // `<think>` counts as a tag only if nothing but whitespace comes before it.
+            // As text, `<think>` counts as a tag only if nothing but whitespace comes before it.
             if self.channel == Channel::Answer && !self.held[..at].trim().is_empty() {
                 break;
             }
@@ -169,13 +169,13 @@ impl TaggedParser {
         self.emit(&certain, out);
     }
 
-    /// Returns whether the held text is the whole answer so far, apart from whitespace.
+    /// Returns whether the output after the reasoning consists only of the held text, apart from whitespace.
     fn has_only_held(&self) -> bool {
         self.channel == Channel::Answer && !self.answered && self.tool_calls.is_empty()
     }
 
-    /// Returns the offset from which text must be held back.
-    /// At this offset, a tag, whitespace before a tag, or a bare call may begin.
+    /// Returns the offset in `held` at which a tag, whitespace before a tag, or a bare call may begin.
+    /// The text from this offset on must be held back.
     fn undecided_start(&mut self) -> usize {
         let Some((tag, _)) = self.tag() else { return self.held.len() };
         if self.channel == Channel::Answer {
@@ -191,7 +191,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Handles a tag: emits the held text, parses the tool call that ends here, if any, and switches to `next`.
+    /// Ends the current channel at a tag: emits the held text, parses the tool call, if any, and switches to `next`.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         self.bare_calls.iter_mut().for_each(BareCalls::reset);
@@ -208,7 +208,7 @@ impl TaggedParser {
         self.skip_newlines = MAX_NEWLINES;
     }
 
-    /// Adds text to the output and to the current tool call. Drops newlines directly after a tag.
+    /// Appends text to the output and, in a tool call, to its arguments. Drops newlines directly after a tag.
     fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         let mut text = text;
         while let Some(rest) = text.strip_prefix('\n').filter(|_| self.skip_newlines > 0) {
@@ -230,7 +230,7 @@ impl TaggedParser {
 
     /// Parses the text of the last tool call, and replaces the call with the calls in its text.
     ///
-    /// If the text contains no tool calls in a known format, `arguments` keeps the whole text.
+    /// If the text is in no known format, counts a violation, and `arguments` keeps the whole text.
     fn read_tool_call(&mut self) {
         let Some(call) = self.tool_calls.pop() else { return };
         match read_calls(&call.arguments) {

@@ -5,7 +5,7 @@
 //! the tokenizer's special tokens by name.
 //!
 //! Chat templates are untrusted code. They cannot read files. Their steps, recursion depth and output size are limited.
-//! But minijinja limits neither memory, nor the time of a single step, nor all recursion during compilation.
+//! But minijinja limits neither memory nor the time of a single step, and not all recursion during compilation.
 //! On Linux, programs that call `inferno::init` therefore run templates in a sandbox process (see `sandbox`).
 
 use std::io;
@@ -26,14 +26,14 @@ use super::template_functions;
 use crate::files;
 use crate::tokenizer::Tokenizer;
 
-/// The maximum number of steps of the template engine.
+/// The maximum number of steps of the template engine in one run of a template.
 /// Rendering a long conversation takes far fewer steps, so this limit stops only runaway templates.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// The template variables that inferno sets itself. `chat_template_kwargs` cannot replace them.
+/// The template variables that the request field `chat_template_kwargs` cannot set.
 pub const RESERVED_VARIABLES: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "strftime_now"];
 
 /// The chat template of a model. Some models have a separate template for conversations with tools.
@@ -52,13 +52,14 @@ struct JinjaTemplate {
     text: String,
     /// The compiled template, or the compile error.
     ///
-    /// The template is compiled on first use: compilation can fail or crash, and some commands need no template.
+    /// The template is compiled on first use, because compilation can fail or crash, and not all commands need it.
     environment: OnceLock<std::result::Result<Environment<'static>, String>>,
     dialect: TemplateDialect,
 }
 
 impl Template {
     /// Loads the template from a model's directory. Returns `None` if the model has no template.
+    /// Fails if one of the model's files cannot be read.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
         let path = dir.join("chat_template.jinja");
@@ -72,9 +73,9 @@ impl Template {
         Ok(Some(Self::new(file, default.to_string(), special_tokens).with_tool_use(file, tool_use)))
     }
 
-    /// Creates a template from its `source`. Error messages mention `file`.
+    /// Creates a template from its `source`. `file` is the name of the file that contains it.
     ///
-    /// `special_tokens` contains pairs of a variable name and its text, such as `bos_token` and `<s>`.
+    /// `special_tokens` contains pairs of a variable name and a token, such as `bos_token` and `<s>`.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         Self { default: JinjaTemplate::new(file, source), tool_use: None, special_tokens }
     }
@@ -94,16 +95,17 @@ impl Template {
         self.tool_use.as_ref().unwrap_or(&self.default).dialect.reads_tools
     }
 
-    /// Returns the template for a conversation, chosen as in transformers.
+    /// As in transformers, returns `tool_use` if it exists and the request has tools, and otherwise `default`.
     fn template(&self, options: &RenderOptions) -> &JinjaTemplate {
         self.tool_use.as_ref().filter(|_| !options.tools.is_empty()).unwrap_or(&self.default)
     }
 
-    /// Renders a conversation to token ids. Fails if the template does not compile, fails, or rejects
-    /// the conversation.
+    /// Renders a conversation to token ids and text. Fails if the template does not compile, has a run-time error, or
+    /// rejects the conversation, and if the conversation contains all possible marks (see [`Marker::new`]).
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        // JSON arguments can contain escapes such as \ufdd0. The mark must also differ from the escaped characters.
+        // The JSON arguments of tool calls can contain escapes such as \ufdd0, which become characters when parsed.
+        // The mark must differ from these characters too.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
@@ -117,7 +119,7 @@ impl Template {
 
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
         // Nearly every template expects an object instead, so try objects first.
-        // The few templates that expect a string fail on an object, and get the string in a second attempt.
+        // If the template then fails, it may be one of the few that expect a string, so try strings next.
         let objects = self.run(&inputs, &marker, ArgumentForm::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
@@ -197,7 +199,7 @@ impl JinjaTemplate {
 
 /// An error of a running template, except a call of `raise_exception` or an exceeded step limit.
 ///
-/// If there are tool calls, [`Template::render`] then tries again with the arguments of the calls as strings.
+/// If the conversation has tool calls, [`Template::render`] tries again with their arguments as strings.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);
@@ -276,8 +278,7 @@ fn source_text(value: &Json) -> Option<&str> {
 
 /// Returns the variable names and the texts of a tokenizer's special tokens.
 ///
-/// `config` is tokenizer_config.json. `map` is special_tokens_map.json, which defines tokens missing in `config`.
-///
+/// `config` is tokenizer_config.json. `map` is special_tokens_map.json, which applies to names that `config` lacks.
 /// In both files, each token is a string, or an object with the string in `content`.
 fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];

@@ -11,13 +11,13 @@ use super::message::{Message, Role, ToolCall};
 /// The length of tool call ids that Mistral's templates accept.
 const SHORT_CALL_ID: usize = 9;
 
-/// The tags around reasoning. [`Marker`] inserts no marks into these tags in the text and reasoning of the assistant,
-/// because a template that removes earlier reasoning would not find a marked tag.
+/// The tags around reasoning. In the text and reasoning of assistant messages, [`Marker`] inserts no marks into these
+/// tags, because a template that removes earlier reasoning would not find a marked tag.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// The features of a template, detected from words in its source.
 pub struct TemplateDialect {
-    /// Whether the template supports the `developer` role.
+    /// Whether the template supports the `developer` role. If not, developer messages become system messages.
     has_developer_role: bool,
     /// The message fields from which the template reads reasoning.
     reasoning_keys: Vec<&'static str>,
@@ -30,6 +30,7 @@ pub struct TemplateDialect {
 }
 
 /// The form in which tool call arguments are passed to the template.
+/// Arguments that are not a JSON object are always passed as a string.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum ArgumentForm {
     Objects,
@@ -53,7 +54,8 @@ impl TemplateDialect {
         }
     }
 
-    /// Returns a message as the dictionary that templates expect. Omits optional fields without a value.
+    /// Returns a message as the dictionary that templates expect, with marked control tokens.
+    /// Omits optional fields without a value.
     pub fn message(&self, message: &Message, marker: &Marker, arguments: ArgumentForm) -> Result<Json> {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
         let mark_content = |text: &str| marker.mark(text, allowed);
@@ -84,7 +86,7 @@ impl TemplateDialect {
         Ok(Json::Object(dict))
     }
 
-    /// Returns a tool call as the dictionary that templates expect.
+    /// Returns a tool call as the dictionary that templates expect, with marked control tokens.
     fn tool_call(&self, call: &ToolCall, marker: &Marker, arguments: ArgumentForm) -> Result<Json> {
         let mark = |text: &str| marker.mark(text, &[]);
         let mut dict = Map::new();
@@ -108,7 +110,7 @@ impl TemplateDialect {
             return id.into();
         }
         // Use a hash, because removing the invalid characters would make `call_1_11` and `call_11_1` equal.
-        // Use FNV-1a, because the values of Rust's default hasher may change between Rust versions.
+        // Use FNV-1a, because Rust's default hasher, and with it the prompt, may change between Rust versions.
         let hash = id
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));

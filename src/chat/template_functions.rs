@@ -1,4 +1,5 @@
-//! Defines functions, filters, tests and string methods that minijinja lacks or that behave differently in Python.
+//! Defines the functions, filters, tests and string methods that templates can use in transformers, but that minijinja
+//! lacks or implements differently.
 
 use anyhow::Result;
 use minijinja::value::{Kwargs, ValueKind, from_args};
@@ -14,7 +15,7 @@ pub fn install(environment: &mut Environment<'static>) {
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
     });
-    // In Jinja for Python, a sequence is any value with a length and items, including strings and mappings.
+    // As in Jinja for Python, strings are iterable, and strings and mappings are sequences.
     environment.add_test("iterable", |value: &Value| value.kind() == ValueKind::String || value.try_iter().is_ok());
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map)
@@ -51,7 +52,7 @@ pub fn strftime_now(date: String) -> Value {
 
 /// The template filter `tojson`: formats JSON like `json.dumps` with the defaults of transformers.
 ///
-/// By default, the filter escapes neither HTML nor non-ASCII characters, and keeps the order of keys.
+/// The filter does not escape HTML. By default, it also keeps non-ASCII characters and the order of keys.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
     let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
     if value.is_undefined() {
@@ -86,7 +87,7 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
 fn escape_non_ascii(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
-        // Do not escape these noncharacters, because the `injection` module marks control tokens with them.
+        // Keep these noncharacters, because the `injection` module marks control tokens with one of them.
         if c.is_ascii() || matches!(c, '\u{FDD0}'..='\u{FDEF}') {
             out.push(c);
         } else {

@@ -1,6 +1,6 @@
 //! Describes function tools for harmony, as TypeScript types in a `functions` namespace.
 //!
-//! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
+//! The output matches openai/harmony v0.0.8 byte for byte, because gpt-oss was trained on prompts in this format.
 //! The code follows `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`, and
 //! repeats the library's bugs. For example, only the first line of a property description starts with `//`.
 
@@ -40,7 +40,7 @@ fn is_enum(schema: &Value) -> bool {
     list(schema, "enum").is_some_and(|values| !values.is_empty())
 }
 
-/// Formats a schema's default value for a comment. Quotes strings, except enum values.
+/// Returns a schema's default value for a comment, if the schema has one. Quotes strings, unless the schema is an enum.
 fn default_text(schema: &Value) -> Option<String> {
     schema.get("default").map(|default| match default.as_str() {
         Some(text) if is_enum(schema) => text.to_string(),
@@ -49,7 +49,7 @@ fn default_text(schema: &Value) -> Option<String> {
     })
 }
 
-/// Returns the TypeScript type of a JSON schema.
+/// Returns the TypeScript type of a JSON schema. Ignores `nullable` in the schema itself.
 fn type_of(schema: &Value, indent: &str) -> String {
     if let Some(variants) = list(schema, "oneOf") {
         return one_of(variants, indent);
@@ -78,23 +78,22 @@ fn type_of(schema: &Value, indent: &str) -> String {
     }
 }
 
-/// Returns the TypeScript type of a JSON schema.
-/// Adds `| null` if `nullable` is true in the schema and the type does not contain `null`.
+/// Like [`type_of`], but adds `| null` if `nullable` is true in the schema and the type does not contain `null`.
 fn nullable_type_of(schema: &Value, indent: &str) -> String {
     let name = type_of(schema, indent);
     let nullable = schema.get("nullable").and_then(Value::as_bool).unwrap_or(false);
     if nullable && !name.contains("null") { name + " | null" } else { name }
 }
 
-/// Returns the type of a `oneOf` schema that is not the schema of a property, such as the schema of array items.
+/// Returns the type of a `oneOf` schema, for example of array items. For properties, `choice` writes the type instead.
 fn one_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
         out.push_str(&format!("\n{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
         let mut comments: Vec<String> = text(variant, "description").map(str::to_string).into_iter().collect();
         if let Some(default) = variant.get("default") {
-            // As in openai/harmony, the default of an enum is written as JSON, and that of any other string in quotes
-            // without escapes. `default_text` differs: it writes the default of an enum without quotes.
+            // Here, openai/harmony writes an enum's default as JSON, but elsewhere without quotes (see `default_text`).
+            // It always writes other string defaults in quotes and without escapes.
             let default = default.as_str().filter(|_| !is_enum(variant)).map(|text| format!("\"{text}\""));
             comments.push(format!("default: {}", default.unwrap_or_else(|| variant["default"].to_string())));
         }
@@ -149,7 +148,7 @@ fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     out.push('\n');
 }
 
-/// Writes a property with a `oneOf` schema. The property's comments come first, then one variant per line.
+/// Writes the description, the default, the key and the variants of a property with a `oneOf` schema.
 fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let description = text(property, "description");
     let first_description = variants.first().and_then(|variant| text(variant, "description"));
@@ -163,7 +162,7 @@ fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], ind
     out.push_str(&format!("{indent}{key}:\n"));
     for (i, variant) in variants.iter().enumerate() {
         out.push_str(&format!("{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
-        // If the property's description was written above, omit the description of the first variant.
+        // As in openai/harmony, omit the first variant's description if the property's own was written above.
         let own = text(variant, "description").filter(|_| i > 0 || above.is_none());
         let mut comments: Vec<String> =
             own.filter(|own| Some(*own) != description).map(str::to_string).into_iter().collect();

@@ -1,15 +1,16 @@
 //! Counts how often and in which way a model violates its chat format.
 
-/// A way in which a model violates its chat format.
+/// A kind of chat format violation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FormatViolation {
-    /// A control token in a place where harmony does not allow it. Not counted in output with tags.
+    /// A repeated or misplaced control token, such as a second `<|message|>`.
+    /// Counted only in harmony, and not for tokens that end a message.
     UnexpectedToken,
-    /// A control token or a tag is missing.
+    /// A missing control token or tag.
     MissingToken,
-    /// The header of a message has no channel, an unknown channel, or a role that the format does not allow there.
+    /// A harmony header without a channel, with an unknown channel, or with a role that is not allowed there.
     InvalidHeader,
-    /// The parser cannot read a tool call, for example because its JSON is invalid or it has no name.
+    /// A tool call that cannot be parsed, for example because its JSON is invalid or contains no function name.
     /// Not counted in harmony, whose parser does not check the arguments.
     InvalidToolCall,
 }
@@ -37,7 +38,7 @@ impl FormatViolations {
         self.0[kind as usize] += 1;
     }
 
-    /// Counts a violation of the kind `kind` if `is_violated` is true.
+    /// Adds one violation of `kind` if `is_violated` is true.
     pub fn add_if(&mut self, is_violated: bool, kind: FormatViolation) {
         self.0[kind as usize] += usize::from(is_violated);
     }

@@ -1,14 +1,14 @@
 //! Text files that are attached to the next message.
 
-/// The text of one attached file.
+/// One attached file: its path and its text.
 pub struct Attachment {
     pub path: String,
     pub text: String,
 }
 
-/// Returns the message for the model: the attached files, followed by `text`.
+/// Returns the message for the model: each attached file in a Markdown code fence, then `text`.
 ///
-/// The fence of a file is longer than every run of backticks in the file, so the file cannot close the fence.
+/// Each fence is longer than every run of backticks in its file, so the file cannot close the fence.
 pub fn with_attachments(attachments: &[Attachment], text: &str) -> String {
     let mut message = String::new();
     for Attachment { path, text } in attachments {

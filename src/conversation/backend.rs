@@ -19,6 +19,7 @@ pub trait Backend {
     fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer>;
 
     /// Returns the number of tokens in the rendered messages, or `None` if the backend cannot count them.
+    /// Fails if the messages cannot be rendered.
     fn count_tokens(&self, messages: &[Message], render: &RenderOptions) -> Result<Option<usize>>;
 
     /// Returns the number of tokens in a text, or `None` if the backend cannot count them.
@@ -27,8 +28,7 @@ pub trait Backend {
     /// Returns the context length in tokens, or `None` if it is unknown.
     fn context(&self) -> Option<usize>;
 
-    /// Returns the sampling parameters that apply if the user sets none.
-    /// Returns `None` for a server, which chooses its own default for each parameter that the user does not set.
+    /// Returns the model's default sampling parameters, or `None` for a server, which applies its own defaults.
     fn defaults(&self) -> Option<SamplingParams>;
 
     /// Returns the backend's rows for `/stats`, as pairs of a name and a value.
@@ -40,11 +40,11 @@ pub trait Backend {
     /// Returns the number of context tokens that the last prompt and answer used, or `None` if it is unknown.
     fn last_context_used(&self) -> Option<usize>;
 
-    /// Returns the engine of a model in this process, or `None` for a model on a server.
+    /// Returns the engine if the model runs in this process, or `None` if it runs on a server.
     fn engine(&self) -> Option<&Engine>;
 }
 
-/// Returns the engine of a model in this process. Fails for a model on a server.
+/// Returns the engine. Fails if the model runs on a server.
 ///
 /// `what` is the action to name in the error message, such as `save the KV cache`.
 pub fn require_engine<'b>(backend: &'b dyn Backend, what: &str) -> Result<&'b Engine> {
@@ -59,8 +59,8 @@ pub struct TurnRequest<'a> {
     pub prompt: TurnPrompt<'a>,
     pub render: RenderOptions,
     pub options: GenerateOptions,
-    /// The settings that the user chose, by name.
-    /// For settings that the user did not choose, `options` and `render` contain defaults.
+    /// The settings that the user chose, by flag name.
+    /// For other settings, `options` and `render` contain defaults, which are not sent to a server.
     pub chosen: &'a SettingValues,
 }
 
@@ -73,7 +73,7 @@ pub enum TurnPrompt<'a> {
 
 /// The result of [`Backend::answer`].
 pub struct BackendAnswer {
-    /// The generated tokens, or `None` if the backend does not report them.
+    /// The ids of the generated tokens, or `None` for a model on a server.
     pub tokens: Option<Vec<u32>>,
     pub summary: TurnSummary,
 }

@@ -1,7 +1,6 @@
 //! Conversations on disk. After a crash, `inferno play --resume` continues from the last complete turn.
 //!
-//! Each conversation is a file with one JSON object per line. Changes append lines, and never replace valid lines.
-//! Each line is synced to disk before the user is prompted again.
+//! Each conversation is a file with one JSON object per line. Each change appends a line and syncs it to disk.
 //! A crash can truncate only the last line, and a truncated line is ignored.
 //! If a write fails, the partial line is removed, and the next write saves the whole conversation.
 
@@ -55,7 +54,7 @@ pub struct SavedConversation {
     pub model: String,
     pub settings: SettingValues,
     pub messages: Vec<Message>,
-    /// A description of the first damaged line, if any. That line and all later lines were not read.
+    /// A message about the first damaged line, if any. The conversation excludes that line and all later lines.
     pub damage: Option<String>,
 }
 
@@ -100,7 +99,8 @@ type LockedFile = File;
 
 impl Journal {
     /// Creates the journal of a new conversation, named after the current time.
-    /// Returns `None` if saving is disabled, or if [`state_folder::path`] finds no folder.
+    /// Returns `None` if saving is disabled, or if [`state_folder::path`] returns `None`.
+    /// Fails if the file or its folder cannot be created or written.
     pub fn create(model: &str, settings: &SettingValues) -> Result<Option<Journal>> {
         let time = jiff::Zoned::now().strftime("%Y-%m-%d-%H%M%S").to_string();
         let Some(folder) = folder().filter(|_| state_folder::is_enabled()) else { return Ok(None) };
@@ -116,7 +116,7 @@ impl Journal {
                         let _ = fs::remove_file(&journal.path);
                         return Err(error);
                     }
-                    // Also sync the folder, because the new directory entry must survive a crash.
+                    // Also sync the folder, so that the new directory entry survives a system crash.
                     let _ = File::open(&folder).and_then(|folder| folder.sync_all());
                     return Ok(Some(journal));
                 }
@@ -129,7 +129,8 @@ impl Journal {
 
     /// Opens a conversation to continue it. Without a name, opens the most recent resumable conversation.
     ///
-    /// If a line is damaged, makes a backup copy, then removes that line and all later lines.
+    /// If a line is damaged, makes a backup copy of the file, then removes that line and all later lines.
+    /// Fails if the conversation is not found or cannot be read. On Unix, also fails if an inferno process has it open.
     pub fn open(name: Option<&str>) -> Result<(Journal, SavedConversation)> {
         let (name, path) = find(name)?;
         let file = OpenOptions::new().read(true).append(true).open(&path);
@@ -137,7 +138,7 @@ impl Journal {
         let (mut saved, length) = read(&path)?;
         tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
         if let Some(damage) = &mut saved.damage {
-            // Keep a copy, because the user may still be able to recover messages from the damaged lines.
+            // Keep a copy, because the user may still be able to recover messages from the removed lines.
             let copy = copy_damaged(&path).with_context(|| format!("{damage}; cannot make a backup copy"))?;
             damage.push_str(&format!("; removed this line and all later lines; the backup is {}", copy.display()));
         }
@@ -212,7 +213,6 @@ impl Journal {
         if self.is_incomplete {
             self.file.set_len(self.length)?;
         }
-        // A crash during this write can truncate only the last line in the file. Readers ignore a truncated line.
         if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
             let _ = self.file.set_len(self.length);
             return Err(error);
@@ -227,7 +227,7 @@ pub fn read_saved(name: Option<&str>) -> Result<SavedConversation> {
     Ok(read(&find(name)?.1)?.0)
 }
 
-/// Returns the names of all conversations, most recently written first.
+/// Returns the names of all saved conversations, most recently written first.
 pub fn names() -> Vec<String> {
     let entries = folder().and_then(|folder| fs::read_dir(folder).ok());
     let mut found: Vec<_> = entries
@@ -254,7 +254,7 @@ fn journal_path(folder: &Path, name: &str) -> PathBuf {
 }
 
 /// Returns the name and path of a conversation. Without a name, finds the most recent resumable conversation.
-/// Fails if there is no such conversation.
+/// Fails if the name is invalid, or if there is no such conversation.
 fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let folder =
         folder().ok_or_else(|| Error::usage("cannot find conversations: no home directory found; set HOME"))?;
@@ -281,7 +281,8 @@ fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
 
 /// Returns whether `--resume` without a name may choose the conversation at `path`.
 ///
-/// Returns false for a conversation that is open, and for an undamaged conversation without questions.
+/// Returns false if the conversation is open, or if it has no question.
+/// A damaged or unreadable journal may be chosen even without a question, so that the user learns of the damage.
 fn is_resumable(path: &Path) -> bool {
     !is_open(path) && read(path).map_or(true, |(saved, _)| saved.has_question() || saved.damage.is_some())
 }
@@ -291,7 +292,8 @@ fn validate_name(name: &str) -> Result<&str> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if name.is_empty() || name.len() > 100 || name.starts_with(['.', '-']) || !name.chars().all(is_allowed) {
         return Err(Error::usage(format!(
-            "cannot use the name '{name}': use 1 to 100 of A-Z, a-z, 0-9, '-', '_' and '.', but no '-' or '.' first"
+            "cannot use the name '{name}': use 1 to 100 characters from A-Z, a-z, 0-9, '-', '_' and '.', \
+             and do not start with '-' or '.'"
         )));
     }
     Ok(name)
@@ -309,8 +311,8 @@ fn copy_damaged(path: &Path) -> io::Result<PathBuf> {
     unreachable!("cannot find a free name for the copy")
 }
 
-/// Returns whether the journal is locked because an inferno process has the conversation open.
-/// Always returns false outside Unix, where journals are not locked.
+/// Returns whether an inferno process has the conversation open, and therefore holds the lock on its journal.
+/// On non-Unix systems, always returns false, because journals are not locked there.
 fn is_open(path: &Path) -> bool {
     files::open(path).is_ok_and(|file| lock(file, path).is_err())
 }
@@ -334,7 +336,7 @@ fn lock(file: File, _: &Path) -> Result<LockedFile> {
 }
 
 /// Reads a journal up to its first incomplete or damaged line. Also returns the length in bytes of the lines it read.
-/// Fails if the first line is incomplete or damaged, or if a newer version of inferno wrote the journal.
+/// Fails if the file cannot be read, if its first line is incomplete or damaged, or if a newer inferno wrote it.
 fn read(path: &Path) -> Result<(SavedConversation, u64)> {
     let bytes = files::read(path, files::MAX_JOURNAL_BYTES)?;
     let mut saved = SavedConversation::default();

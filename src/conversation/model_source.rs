@@ -10,10 +10,10 @@ use crate::language::Language;
 
 /// Finds and loads models.
 ///
-/// The command line implements this trait, so conversations do not depend on flags or progress bars.
+/// `inferno play` implements this trait, so that conversations do not depend on its flags and progress bars.
 pub trait ModelSource {
-    /// Finds a model by its name or by a unique part of its name.
-    /// Fails if no model or several models match, or if the model cannot be used for a conversation.
+    /// Finds a model by its name, by a unique part of its name or, on this machine, by its path.
+    /// Fails if no model or several models match, or if the model or its settings cannot be used.
     fn find(&self, name: &str) -> Result<ModelId>;
 
     /// Loads a model that [`find`](Self::find) returned.
@@ -40,7 +40,7 @@ impl ModelId {
         }
     }
 
-    /// Returns the revision of a model on this machine. `None` if it has no revision or the model is on a server.
+    /// Returns the revision of the model, or `None` if the model was named by its path or is on a server.
     pub fn revision(&self) -> Option<&str> {
         match self {
             Self::Local(snapshot) => snapshot.revision.as_deref(),
@@ -55,7 +55,7 @@ pub struct LoadedModel {
     /// The model's default sampling parameters with the user's sampling settings applied.
     /// For a model on a server, whose defaults are unknown, greedy sampling takes the place of the defaults.
     pub sampling: SamplingParams,
-    /// Settings for this model from the configuration file.
+    /// Settings from the configuration file that apply to this model.
     pub configured: SettingValues,
 }
 

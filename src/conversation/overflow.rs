@@ -10,15 +10,15 @@ use crate::chat::{Message, Role};
 /// What to do when a conversation no longer fits in the context: the value of `--overflow`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Overflow {
-    /// Report that the context is full and let the user decide.
+    /// Send all messages. If they do not fit, the turn fails, and the user decides how to continue.
     #[default]
     Stop,
     /// If the conversation does not fit, send only the system prompt and the latest messages to the model.
     DropOldest,
 }
 
-/// The error of [`Overflow::DropOldest`] with a server that does not count tokens, or does not report its context.
-/// The caller says how to select [`Overflow::Stop`].
+/// The error of [`Overflow::DropOldest`] with a server that does not count tokens or report its context length.
+/// Callers add how to select [`Overflow::Stop`]: with `/set` in the chat, with a flag on the command line.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot drop the oldest messages: the server must count tokens and report its context")]
 pub struct CannotDropOldest;
@@ -44,13 +44,13 @@ impl fmt::Display for Overflow {
     }
 }
 
-/// Drops the oldest messages of the dialog if the conversation does not fit in `context` tokens.
+/// Drops the oldest messages after the system prompt if the conversation does not fit in `context` tokens.
 /// Returns the messages to send, and the total number of dropped messages.
 ///
-/// `dropped_before` counts the messages dropped in earlier turns.
+/// `dropped_before` is the number of messages dropped in earlier turns. They stay dropped.
 /// A quarter of the context, or `max_tokens` if that is less, is reserved for the answer.
-/// If messages must be dropped, drops messages until another quarter is free, so that the next turns fit too.
-/// Otherwise, every turn would drop messages, and all messages after the system prompt would need a new prefill.
+/// If messages must be dropped, drops whole turns until another quarter is free, so that the next turns fit too.
+/// Otherwise, each of the next turns would also drop messages, and all remaining messages would need a new prefill.
 /// The last question is never dropped, even if it does not fit in the context.
 pub fn drop_oldest(
     messages: &[Message],
@@ -88,7 +88,7 @@ fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
 }
 
 /// Returns the index of the first question after `index`, or `None` if no question follows.
-/// The dialog that is sent to the model must start with a question.
+/// The messages after the system prompt must start with a question, because some chat templates require that.
 fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     /// Creates one message for each letter: `s` for system, `q` for a question, `a` for an answer, `t` for a tool.
-    /// Each message has ten characters, which tell the messages apart.
+    /// The text of each message is its index with ten digits, so that all messages are different.
     fn conversation(roles: &str) -> Vec<Message> {
         let role = |letter| match letter {
             's' => Role::System,
@@ -126,10 +126,10 @@ mod tests {
             ("three quarters do not hold 60 tokens and a reserve of 16", "sqaqaqaqaq", 0, 100, Some(16), 6),
             ("without a system prompt", "qaqaqaqaq", 0, 100, None, 4),
             ("dropped messages stay dropped, even if all messages fit", "sqaq", 2, 1000, None, 2),
-            ("dropped messages do not count", "sqaqaqaq", 2, 100, None, 2),
-            ("drops more after earlier turns", "sqaqaqaqaq", 2, 100, None, 6),
-            ("the last message stays, even if more were dropped before", "sqaq", 99, 1000, None, 2),
-            ("the rest starts with a question, not with the answer after a tool", "sqataqaq", 0, 100, None, 4),
+            ("tokens of dropped messages do not count", "sqaqaqaq", 2, 100, None, 2),
+            ("drops more messages than earlier turns did", "sqaqaqaqaq", 2, 100, None, 6),
+            ("the last message stays, even if `dropped_before` counts all messages", "sqaq", 99, 1000, None, 2),
+            ("the rest starts with a question, not with the answer after a tool message", "sqataqaq", 0, 100, None, 4),
             ("the last question stays, even if it does not fit", "sqaqaq", 0, 12, None, 4),
             ("a single question stays, even if it does not fit", "sq", 0, 12, None, 0),
             ("no messages", "", 0, 100, None, 0),

@@ -37,7 +37,7 @@ pub struct Session {
     pub settings: ChatSettings,
     /// Settings from flags, the environment, a resumed conversation or `/set`.
     requested: SettingValues,
-    /// Settings for this model from the configuration file. `requested` settings override `configured` settings.
+    /// Settings from the configuration file that apply to this model. `requested` settings override them.
     configured: SettingValues,
     /// Whether to continue prompts as plain text, without a chat format.
     pub raw: bool,
@@ -46,21 +46,20 @@ pub struct Session {
     /// A flag that another thread sets to stop the current turn (Ctrl-C).
     cancel: Arc<AtomicBool>,
     messages: Vec<Message>,
-    /// How many messages after the system prompt are no longer sent to the model, counted from the oldest.
+    /// The number of oldest messages after the system prompt that are no longer sent to the model.
     dropped: usize,
     /// Files that are attached to the next message.
     attached: Vec<Attachment>,
     recording: Recording,
-    /// The date that some chat formats put into the prompt. It stays the same for the whole session.
-    ///
-    /// A new date would change the start of the prompt and require a prefill of the whole conversation.
+    /// The date that some chat formats put into the prompt. It stays the same for the whole session, because a new
+    /// date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
     /// The number of turns that have started. It is added to the seed, so that `/regen` can generate another answer.
     turns: u64,
 }
 
 impl Session {
-    /// Starts an empty conversation. `date` is the current date for the prompt.
+    /// Starts an empty conversation. `date` is the current date for the prompt, as `YYYY-MM-DD`.
     pub fn new(model: ModelId, loaded: LoadedModel, models: Rc<dyn ModelSource>, date: String) -> Self {
         Self {
             backend: Some(loaded.backend),
@@ -87,7 +86,7 @@ impl Session {
         self
     }
 
-    /// Sets the settings that the user requested. Does not change [`settings`](Self::settings).
+    /// Stores the settings that the user requested, without applying them to [`settings`](Self::settings).
     pub fn with_requested(self, requested: SettingValues) -> Self {
         Self { requested, ..self }
     }
@@ -99,7 +98,7 @@ impl Session {
 
     /// Returns the backend that generates the answers. Panics if no model is loaded.
     pub fn backend(&self) -> &dyn Backend {
-        self.backend.as_deref().expect("switch_model restores a model or ends the chat")
+        self.backend.as_deref().expect("the chat must end if switch_model leaves no model loaded")
     }
 
     pub fn model(&self) -> &ModelId {
@@ -120,12 +119,12 @@ impl Session {
         &self.messages
     }
 
-    /// Returns the messages that are sent to the model.
+    /// Returns all messages except the dropped ones, which are no longer sent to the model.
     pub fn visible_messages(&self) -> Vec<Message> {
         visible_messages(&self.messages, self.dropped)
     }
 
-    /// Returns how many messages after the system prompt are no longer sent to the model.
+    /// Returns the number of oldest messages after the system prompt that are no longer sent to the model.
     pub fn dropped(&self) -> usize {
         self.dropped
     }
@@ -147,7 +146,7 @@ impl Session {
         &self.attached
     }
 
-    /// Attaches a file to the next message. Replaces an attached file with the same path.
+    /// Attaches a file to the next message. If a file with the same path is already attached, replaces it.
     pub fn attach(&mut self, attachment: Attachment) {
         self.attached.retain(|attached| attached.path != attachment.path);
         self.attached.push(attachment);
@@ -183,11 +182,11 @@ impl Session {
         }
     }
 
-    /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
+    /// Sends `text` and the attached files to the model. Passes each piece of generated text to `on_delta`.
     ///
-    /// On failure, does not change the messages and the attached files.
-    /// If the turn is interrupted, keeps the generated part of the answer as the answer.
-    /// If the turn is interrupted before its answer starts, discards the turn and keeps the attached files.
+    /// If the turn fails, the messages and the attached files do not change.
+    /// If the turn is interrupted, stores the partial answer. If there is no answer text yet, discards the turn and
+    /// keeps the attached files. With `raw`, stores no messages.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -197,17 +196,18 @@ impl Session {
         Ok(turn)
     }
 
-    /// Answers the last question again. Keeps the old answer on failure.
+    /// Answers the last question again. Fails if there is no question.
+    /// Keeps the old answer if the turn fails or is interrupted before the new answer starts.
     pub fn regenerate(&mut self, on_delta: &mut OnDelta) -> Result<Turn> {
         let Some(question) = self.last_question() else { bail!("cannot answer again: no question yet") };
         let text = self.messages[question].content.clone();
         self.run_turn(self.messages[..question].to_vec(), &text, on_delta)
     }
 
-    /// Generates the answer to `text` after `history`.
+    /// Generates the answer to `text` after `history` or, with `raw`, the continuation of `text` alone.
     ///
     /// `history`, `text` and the answer replace the messages of the conversation.
-    /// With `raw`, or if the turn fails or is interrupted before its answer starts, the messages do not change.
+    /// The messages do not change with `raw`, if the turn fails, or if it is interrupted before its answer starts.
     fn run_turn(&mut self, history: Vec<Message>, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let is_new_turn = history.len() == self.messages.len();
         let mut messages = history;
@@ -229,7 +229,6 @@ impl Session {
         };
         let BackendAnswer { tokens, summary } = self.backend().answer(request, &mut collect)?;
 
-        // Discard a turn that was interrupted before its answer started.
         if !self.raw && has_answer(&summary, &answer) {
             let mut message = Message::assistant(&answer);
             message.reasoning = (!reasoning.is_empty()).then(|| reasoning.clone());
@@ -259,6 +258,7 @@ impl Session {
     }
 
     /// Returns the messages to send to the model. Adds a note if more messages were dropped than in earlier turns.
+    /// With `drop-oldest`, fails with [`CannotDropOldest`] if the number of tokens or the context length is unknown.
     fn fit_context(&mut self, messages: &[Message], notes: &mut Vec<String>) -> Result<Vec<Message>> {
         if self.settings.overflow == Overflow::Stop {
             return Ok(messages.to_vec());
@@ -305,7 +305,7 @@ impl Session {
     }
 
     /// Starts a new conversation with the same system prompt and without attached files.
-    /// Returns the old conversation's name, or `None` if it was not saved.
+    /// Returns the old conversation's name, or `None` if it was not saved or has no question.
     pub fn clear(&mut self) -> Result<Option<String>> {
         self.attached.clear();
         let instructions = self.messages.iter().filter(|message| message.role == Role::System).cloned().collect();
@@ -313,7 +313,7 @@ impl Session {
     }
 
     /// Starts a new conversation with `text` as its system prompt, or without a system prompt if `text` is empty.
-    /// Returns the old conversation's name, or `None` if it was not saved.
+    /// Returns the old conversation's name, or `None` if it was not saved or has no question.
     pub fn clear_with_system(&mut self, text: &str) -> Result<Option<String>> {
         self.start_over(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
     }
@@ -325,8 +325,8 @@ impl Session {
         if messages == self.messages { Ok(()) } else { self.replace_messages(messages) }
     }
 
-    /// Starts a new conversation. If the old conversation has a question, keeps its journal.
-    /// In this case, the first answer of the new conversation creates a new journal.
+    /// Starts a new conversation with `messages`. If the old conversation has a journal and a question, returns its
+    /// name, and the next answer creates a new journal. If it has a journal but no question, reuses the journal.
     fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
         let old_name = self.saved_name().filter(|_| self.last_question().is_some()).map(str::to_string);
         if old_name.is_some() {
@@ -356,7 +356,7 @@ impl Session {
             Err(error) => {
                 let reloaded = models.load(&self.model).with_context(|| {
                     format!(
-                        "{error:#}; cannot load {} again either; to continue a saved conversation, use --resume",
+                        "{error:#}; to continue a saved conversation, use --resume; cannot load {} again either",
                         self.model.name()
                     )
                 });
@@ -375,16 +375,16 @@ impl Session {
         Ok(problems)
     }
 
-    /// Changes a setting for the rest of the conversation and for `--resume`. Returns a message for the user.
+    /// Changes a setting and saves it for `--resume`. Returns a message for the user.
     pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
         let (name, value) = settings::normalize(name, value)?;
         self.settings.set(name, std::slice::from_ref(&value))?;
         if self.settings.overflow == Overflow::Stop {
-            // The next turn sends all messages.
+            // With `stop`, the next turn sends all messages.
             self.dropped = 0;
         }
-        // Store the value even if it is `none`, which `max-tokens` and `stop` accept, because `none` must override a
-        // value from the configuration file.
+        // Also store the value `none` of `max-tokens` or `stop`, because it must override a value from the
+        // configuration file.
         self.requested.insert(name.to_string(), vec![value.clone()]);
         self.record(ConversationChange::Settings)
             .map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
@@ -425,10 +425,11 @@ impl Session {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }
 
-    /// Gives the conversation's journal another name. Fails if the conversation has no answer yet or is not saved.
+    /// Renames the saved conversation. Fails if the conversation has no answer yet or is not saved, or if the name is
+    /// invalid or taken.
     pub fn rename(&mut self, name: &str) -> Result<()> {
         if matches!(self.recording, Recording::FromFirstAnswer) {
-            // An earlier attempt to create the journal may have failed. Try again, or report the error.
+            // An earlier attempt to create the journal may have failed. Try again to create it, or report the error.
             self.record(ConversationChange::Messages)?;
         }
         match &mut self.recording {
@@ -441,9 +442,9 @@ impl Session {
         }
     }
 
-    /// Saves the full blocks of the conversation's KV cache next to its journal.
-    /// The saved tokens need no prefill when the conversation is resumed. Returns the number of saved tokens.
-    /// Fails if the conversation has no journal, or if the model runs on a server.
+    /// Saves the full blocks of the conversation's KV cache next to its journal. Returns the number of saved tokens.
+    /// With the same model files, build and settings, a resumed conversation needs no prefill of these tokens.
+    /// Fails if the conversation has no journal, if the model runs on a server, or if the KV cache cannot be saved.
     pub fn save_prefix(&mut self) -> Result<usize> {
         let engine = require_engine(self.backend(), "save the KV cache")?;
         let Recording::Journal(journal) = &self.recording else {
@@ -452,8 +453,8 @@ impl Session {
         let messages = self.visible_messages();
         let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
         let ids = engine.render(&messages, &render)?.ids;
-        // The next prompt renders old answers differently, for example without reasoning.
-        // Prefill the conversation in the form that the next prompt will have.
+        // The KV cache holds the last answer as it was generated, but the next prompt may render it differently, for
+        // example without reasoning. Prefill the conversation in the form that the next prompt will have.
         let options = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::new(SamplingParams::greedy()) };
         for event in engine.complete_ids(&ids, options)? {
             event?;
@@ -461,7 +462,7 @@ impl Session {
         engine.save_prefix(&ids, &journal.prefix_path())
     }
 
-    /// Continues a saved conversation with the current settings.
+    /// Continues a saved conversation with the current settings. An empty `name` selects the most recent resumable one.
     /// Returns a warning if its journal is damaged, otherwise `None`.
     ///
     /// Changes nothing if the conversation cannot be opened.
@@ -470,13 +471,14 @@ impl Session {
         self.continue_with(recording, saved)
     }
 
-    /// Continues a saved conversation with its own settings. Returns warnings for the user, or `None` without warnings.
+    /// Continues a saved conversation like [`resume`](Self::resume), but with the conversation's own settings.
+    /// Returns warnings for the user, if any.
     pub fn resume_with_saved_settings(&mut self, name: &str) -> Result<Option<String>> {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));
         self.requested.extend(saved.settings.clone().into_iter().filter(|(name, _)| settings::is_setting(name)));
-        // For a server, the default sampling parameters are placeholders.
-        // A request to a server contains only the settings that the user chose.
+        // For a server, greedy sampling is only a placeholder, because a request to a server contains only the settings
+        // that the user chose.
         let defaults = self.backend().defaults().unwrap_or_else(SamplingParams::greedy);
         let problems = self.reset_settings(defaults);
         let damage = self.continue_with(recording, saved)?;
@@ -505,7 +507,7 @@ impl Session {
         Ok(saved.damage)
     }
 
-    /// Writes a change to the journal. Creates no journal before the conversation has its first answer.
+    /// Writes a change to the journal, if any. Unless recording is off, the first answer creates the journal.
     fn record(&mut self, change: ConversationChange) -> Result<()> {
         let (model, settings) = (self.model_name(), self.all_settings());
         let mut change = change;
@@ -522,7 +524,7 @@ impl Session {
     }
 }
 
-/// Opens a saved conversation. Does not record its next turns if INFERNO_NOHISTORY disables saving.
+/// Opens a saved conversation. If INFERNO_NOHISTORY disables saving, does not record its next turns.
 fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     if !state_folder::is_enabled() {
         return Ok((Recording::Off, journal::read_saved(Some(name))?));
@@ -531,7 +533,7 @@ fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     Ok((Recording::Journal(journal), saved))
 }
 
-/// Returns whether a turn has an answer to keep. Returns false if the turn was interrupted before its answer started.
+/// Returns whether to keep a turn: false if the turn was interrupted before its answer started.
 fn has_answer(summary: &TurnSummary, answer: &str) -> bool {
     summary.finish_reason != FinishReason::Canceled || !answer.is_empty()
 }
@@ -549,7 +551,7 @@ mod tests {
 
     impl Backend for Echo {
         fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer> {
-            let TurnPrompt::Chat(messages) = request.prompt else { bail!("the test sends messages") };
+            let TurnPrompt::Chat(messages) = request.prompt else { bail!("the tests send only chat messages") };
             let is_canceled = request.options.cancel.is_some_and(|flag| flag.load(Ordering::Relaxed));
             if !is_canceled {
                 let text = messages.last().map(|message| message.content.clone()).unwrap_or_default();

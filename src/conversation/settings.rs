@@ -8,7 +8,7 @@ use crate::chat::ReasoningEffort;
 use crate::engine::SamplingParams;
 use crate::engine::sampling::{SAMPLING_FIELDS, SamplingField};
 
-/// Setting values by flag name, such as `temperature`. A repeatable flag can have several values.
+/// Values by flag name, such as `temperature`. A repeatable flag can have several values.
 pub type SettingValues = BTreeMap<String, Vec<String>>;
 
 /// The names of the chat settings that are not sampling parameters.
@@ -19,12 +19,12 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SAMPLING_FIELDS.iter().map(|field| field.flag).chain(OTHER_NAMES)
 }
 
-/// Returns whether `/set` can change `name`. Flags such as `device` are not chat settings.
+/// Returns whether `name` is a setting that `/set` can change, unlike a flag such as `device`.
 pub fn is_setting(name: &str) -> bool {
     names().any(|known| known == name)
 }
 
-/// Returns whether the server chooses the value of a setting that the user does not set.
+/// Returns whether a server applies its own default for the setting `name` if the user does not set it.
 pub fn has_server_default(name: &str) -> bool {
     name == "reasoning" || SamplingField::find(name).is_some()
 }
@@ -66,7 +66,7 @@ impl ChatSettings {
         }
     }
 
-    /// Returns the value of a setting as text, or an empty string for an unknown name.
+    /// Returns the value of a setting as text, or an empty string if the name is unknown.
     pub fn get(&self, name: &str) -> String {
         match name {
             "max-tokens" => self.max_tokens.map_or("none".to_string(), |limit| limit.to_string()),
@@ -80,7 +80,8 @@ impl ChatSettings {
         }
     }
 
-    /// Changes a setting. Returns an error and changes nothing if the name is unknown or a value is invalid.
+    /// Changes a setting. Returns an error and changes nothing if the name is unknown, or if a value or the number of
+    /// values is invalid.
     pub fn set(&mut self, name: &str, values: &[String]) -> Result<(), String> {
         let value = match (name, values) {
             ("stop", values) if values != ["none"] => {
@@ -116,6 +117,7 @@ impl ChatSettings {
 /// Converts the arguments of `/set NAME VALUE` to a flag name and its value.
 ///
 /// `reasoning show` and `reasoning hide` set `hide-reasoning`. The value of a boolean flag becomes `true` or `false`.
+/// Fails if the value of a boolean flag is invalid.
 pub fn normalize<'a>(name: &'a str, value: &str) -> Result<(&'a str, String), String> {
     Ok(match (name, value) {
         ("reasoning", "show") => ("hide-reasoning", "false".to_string()),

@@ -1,6 +1,6 @@
-//! The folder for conversations and the input history.
+//! The folder for conversations, the input history and messages that are open in $EDITOR.
 //!
-//! On Unix, only the user can access the folders that inferno creates.
+//! On Unix, only the user can access the folders that [`create_folder`] creates.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -21,7 +21,7 @@ pub fn path() -> Option<PathBuf> {
     Some(state.join("inferno"))
 }
 
-/// Creates a folder and its missing parents. On Unix, only their owner can access the new folders.
+/// Creates a folder and its missing parents. On Unix, only the user can access the new folders.
 /// An existing folder keeps its permissions.
 pub fn create_folder(path: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();

@@ -8,29 +8,29 @@ use crate::runner::ExecutionMode;
 pub struct Turn {
     pub text: String,
     pub reasoning: String,
-    /// The generated tokens, or `None` if a server does not report them.
+    /// The ids of the generated tokens, or `None` for a model on a server.
     pub tokens: Option<Vec<u32>>,
     pub summary: TurnSummary,
     /// Notes for the user, shown below the statistics.
     pub notes: Vec<String>,
 }
 
-/// Token counts and timings of a turn. A server may not report all of them.
+/// How a turn ended, with its token counts, timings and tool calls. A server may not report token counts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TurnSummary {
     pub finish_reason: FinishReason,
     pub prompt_tokens: Option<usize>,
     pub completion_tokens: Option<usize>,
-    /// Seconds from the request to the first token, or to the first text from a server. 0 if there was none.
+    /// Seconds from the request to the first token, or to the first text from a server. 0 if none arrived.
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if it is unknown.
     pub tok_per_s: f64,
     /// The context length in tokens. `None` if a server does not report it.
     pub context: Option<usize>,
-    /// How decode steps run, or `None` for a server.
+    /// How decode steps usually run, or `None` for a server.
     pub execution_mode: Option<ExecutionMode>,
     pub tool_calls: Vec<ToolCall>,
-    /// The number of times the model violated its chat format.
+    /// The number of times the model violated its chat format. 0 for a server, which does not report them.
     pub format_violations: usize,
 }
 
@@ -99,7 +99,7 @@ impl Turn {
         }
         match summary.finish_reason {
             FinishReason::Canceled => parts.push("stopped".into()),
-            // `context_warning` tells the user that the context is full.
+            // Add nothing, because `context_warning` tells the user that the context is full.
             FinishReason::Length if summary.is_context_full() => {}
             FinishReason::Length if summary.context_use().is_some() => parts.push("reached --max-tokens".into()),
             FinishReason::Length => parts.push("reached a token limit".into()),

@@ -1,7 +1,7 @@
 //! The demo model: a small gpt-oss model inside the inferno binary. inferno writes it to the cache on first use.
 //!
-//! Several processes may write the demo at once. Each process writes a file under a temporary name and renames it.
-//! Other processes therefore never see a partial file, and a file does not disappear while a process replaces it.
+//! A lock usually lets only one process write the demo at a time, but two processes can also safely write at once:
+//! each file is written under a temporary name and then renamed, so other processes never see a partial file.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -20,13 +20,13 @@ use crate::files;
 /// The name of the demo model on the command line.
 pub const NAME: &str = "demo";
 
-/// A hash of the demo's files, which differs between versions of the demo.
+/// A hash of the demo's files. Names the demo's directory in the cache, so each version has its own directory.
 const REVISION: &str = env!("INFERNO_DEMO_REVISION");
 
 /// The maximum time to wait for another process that holds the lock on the demo.
 const MAX_WAIT: Duration = Duration::from_secs(5);
 
-/// The name and the contents of each file. `build.rs` writes this list.
+/// The name and the contents of each file of the demo. `build.rs` writes this list.
 const FILES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/demo_files.rs"));
 
 /// Returns one line about what the demo model can do in a conversation, or `None` for other models.
@@ -34,7 +34,7 @@ pub fn play_notice(snapshot: &Snapshot) -> Option<&'static str> {
     snapshot.is_demo().then_some("demo model: answers questions about inferno only")
 }
 
-/// Like [`play_notice`], but for a server, whose requests can offer tools to the model.
+/// Like [`play_notice`], but for `inferno serve`, where a request can offer tools to the model.
 pub fn serve_notice(snapshot: &Snapshot) -> Option<&'static str> {
     snapshot.is_demo().then_some("demo model: answers only questions about inferno, and calls simple tools")
 }
@@ -77,7 +77,7 @@ fn has_contents(path: &Path, bytes: &[u8]) -> bool {
 fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     let path = directory(cache);
     let write = || -> io::Result<()> {
-        // Hold the lock while writing, so that other processes wait and then find valid files.
+        // Hold the lock while writing, so that other processes wait for the files instead of writing them too.
         let _lock = wait_for_lock(cache);
         create_directory(&cache.join(NAME))?;
         create_directory(&path)?;
@@ -97,7 +97,7 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
 /// Waits for the lock on the demo, up to [`MAX_WAIT`].
 ///
 /// Returns `None` if the lock file cannot be opened, or if another process still holds the lock at the end of the wait.
-/// Writing the demo without the lock is safe, but several processes may do the same work.
+/// The callers then go on without the lock. Writing is still safe, but several processes may do the same work.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();
     loop {
@@ -114,7 +114,7 @@ pub(super) fn try_lock(cache: &Path) -> Result<Option<Lock>> {
     lock::try_acquire(&cache.join(".locks").join("demo.lock"))
 }
 
-/// Creates a directory and its parents. Replaces anything at `path` that is not a directory or a symlink to one.
+/// Creates a directory and its parents. Replaces a file at `path`, or a symlink that does not lead to a directory.
 fn create_directory(path: &Path) -> io::Result<()> {
     if path.symlink_metadata().is_ok() && !path.is_dir() {
         fs::remove_file(path)?;
@@ -164,7 +164,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
     let _lock = wait_for_lock(cache);
     let bytes = disk::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();
     match fs::remove_dir_all(&dir) {
-        // Another process has deleted the demo at the same time.
+        // Another process has deleted the demo meanwhile.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(bytes),
         removed => removed.map(|()| bytes).with_context(|| format!("cannot delete {}", dir.display())),
     }
@@ -173,7 +173,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
 /// Returns the sorted paths of the demo's temporary files and directories. Killed processes leave them behind,
 /// but a process that is writing the demo may still use some of them.
 ///
-/// The directories come from old versions of inferno, which wrote the whole demo to a temporary directory.
+/// Only old versions of inferno create temporary directories: they write the whole demo to one and then rename it.
 pub(super) fn leftovers(cache: &Path) -> Vec<PathBuf> {
     let versions: Vec<PathBuf> = entries(&cache.join(NAME)).map(|entry| entry.path()).collect();
     let is_leftover = |path: &PathBuf| {

@@ -38,7 +38,7 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
 pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
     let existing = dir.ancestors().find(|dir| dir.exists())?;
     let disk = nix::sys::statvfs::statvfs(existing).ok()?;
-    // The cast is necessary on some systems, because the field types differ between operating systems.
+    // The field types differ between operating systems. Where they are `u64`, Clippy reports the casts as unnecessary.
     #[allow(clippy::unnecessary_cast)]
     Some((disk.blocks_available() as u64).saturating_mul(disk.fragment_size() as u64))
 }
@@ -48,8 +48,8 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
-/// Returns the error for a failed write: [`Error::DiskFull`] if the disk or a quota is full or the file is too large,
-/// otherwise an error that names the path.
+/// Returns the error for a failed write: [`Error::DiskFull`] if the disk is full or the write exceeds a quota or a
+/// file size limit, otherwise an error that names the path.
 pub(super) fn write_error(error: io::Error, path: &Path) -> anyhow::Error {
     if is_disk_full(&error) {
         let reason = format!("{error} (downloaded bytes are kept; run the same command to resume)");
@@ -65,7 +65,7 @@ pub(super) fn sync_dir(dir: &Path) {
 }
 
 /// Returns a temporary path in the same directory as `path`. No other call in this process returns the same path.
-/// Most callers rename the finished file to `path`.
+/// A rename within a directory is atomic, so a caller can write the temporary file and then rename it to `path`.
 pub(super) fn temporary_path(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     with_suffix(path, &format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)))
@@ -76,7 +76,8 @@ fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     loop {
         let temporary = temporary_path(path);
         match File::options().write(true).create_new(true).open(&temporary) {
-            // An earlier process with the same process id left a file with this name. Try the next name.
+            // Another process with the same id, an earlier one or one in another container, has created this file.
+            // Try the next name.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             file => return file.map(|file| (temporary, file)),
         }
@@ -96,7 +97,7 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replaced
 }
 
-/// Returns whether a file name has the form of [`temporary_path`].
+/// Returns whether a file name has the form of a name from [`temporary_path`], such as `config.json.123-0.tmp`.
 pub(super) fn is_temporary(name: &str) -> bool {
     let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());

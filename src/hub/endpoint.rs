@@ -1,4 +1,4 @@
-//! Checks that a hub responds and accepts the access token.
+//! Checks whether a hub responds, and whether it accepts the access token.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::text::library_error;
 /// The time limit for connecting in [`check_endpoint`].
 const CHECK_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The time limit for the response in [`check_endpoint`].
+/// The time limit for receiving the response headers in [`check_endpoint`].
 const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Whether a hub accepts the access token.
@@ -24,7 +24,7 @@ pub enum TokenStatus {
     NoToken,
     Accepted,
     Refused,
-    /// The endpoint does not say whether it accepts the token. For example, a mirror may be unable to check tokens.
+    /// The endpoint's response does not show whether it accepts the token. Some mirrors cannot check tokens.
     NotSupported,
     /// An access token is set but not sent, because the connection to the endpoint is not encrypted.
     NotSent,
@@ -32,8 +32,8 @@ pub enum TokenStatus {
 
 /// Asks the endpoint whether it accepts the access token. If no token is sent, only checks that the endpoint responds.
 /// Does not follow redirects.
-/// Fails if the request fails, connecting takes longer than [`CHECK_CONNECT_TIMEOUT`], the response takes longer than
-/// [`CHECK_TIMEOUT`], or the status is a server error.
+///
+/// Fails if the request fails or exceeds a time limit, or if the status is a server error.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };

@@ -45,7 +45,7 @@ pub struct DownloadName {
 }
 
 impl DownloadName {
-    /// Parses a name. Fails if the name and `revision` contain different revisions, or if the revision is invalid.
+    /// Parses a name. Fails if `model` and `revision` give different revisions, or if the revision is invalid.
     pub fn parse(model: &str, revision: Option<&str>) -> Result<Self> {
         let (name, revision) = names::split_revision(model, revision)?;
         let (repo, tag) = gguf::split_tag(name);
@@ -73,9 +73,11 @@ impl CompiledFilter {
     }
 
     /// Returns the files to download, small files first.
-    /// Fails if no file is selected, if a required file is missing, or if several GGUF models match.
     /// `index` is the contents of [`INDEX`]. `None` if the repository does not have this file, or if
     /// [`needs_index`](Self::needs_index) returns false.
+    ///
+    /// Fails if no file is selected, if a required file or the weights are missing, if the index is invalid,
+    /// or if several GGUF models match.
     pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
         let mut chosen = match (&self.tag, &self.include) {
             (Some(tag), _) => {
@@ -102,7 +104,7 @@ fn compile(patterns: &[String]) -> Result<GlobSet> {
     Ok(set.build()?)
 }
 
-/// Returns the files that `filter` selects, for fuzz targets.
+/// Returns the files that `filter` selects. Public only for fuzz targets.
 /// `index` is the contents of [`INDEX`], if the repository has this file.
 #[doc(hidden)]
 pub fn choose_files(
@@ -134,15 +136,15 @@ fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Ve
     Ok(chosen)
 }
 
-/// Returns the small files and the default weights: the safetensors files, or else the only GGUF model.
-/// Fails if a required file is missing, or if there are neither safetensors files nor exactly one GGUF model.
+/// Returns the small files and the default weights: the shards that `index` lists, or [`SINGLE_FILE`], or else the only
+/// GGUF model. Fails if there are no such weights, if there are several GGUF models, or if a required file is missing.
 fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
     let mut chosen = small_files(files);
     if index.is_none() && files.get(SINGLE_FILE).is_none() {
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);
     }
-    // Check before the download, because safetensors weights cannot be loaded without these two files.
+    // inferno cannot load safetensors weights without these two files. Fail now instead of after the download.
     for required in ["config.json", "tokenizer.json"] {
         if files.get(required).is_none() {
             bail!(
@@ -164,7 +166,7 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
     Ok(chosen)
 }
 
-/// Returns all parts of the GGUF model whose first part is `first`. Fails if a part is missing.
+/// Returns all parts of a GGUF model. `first` is its first part or its only file. Fails if a part is missing.
 fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<RemoteFile>> {
     let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
     let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
@@ -178,7 +180,7 @@ fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<Re
     gguf::part_names(name).into_iter().map(part).collect()
 }
 
-/// Returns the size of a GGUF model in bytes, or `None` if the listing lacks a part or its size.
+/// Returns the size of a GGUF model in bytes, or `None` if the hub does not list all parts and their sizes.
 fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).ok()?.iter().map(|part| part.bytes).sum()
 }
@@ -208,7 +210,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
         ([], None) => Ok(None),
         ([], Some(tag)) => {
             let hint = if models.is_empty() {
-                format!("'{repo}' has no GGUF file, only {}", some_names(files))
+                format!("'{repo}' has no GGUF model, only {}", some_names(files))
             } else {
                 format!("'{repo}' has these GGUF models:\n{}", list())
             };
@@ -218,7 +220,8 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
     }
 }
 
-/// Returns the parts of the only GGUF model in a repository. Fails if the repository has no or several GGUF models.
+/// Returns the parts of the only GGUF model in a repository.
+/// Fails if the repository has several GGUF models, none, or one with a missing part.
 fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {

@@ -1,5 +1,5 @@
-//! Finds models on this machine: in a directory, in a GGUF file, in inferno's own cache, or in the shared cache.
-//! The shared cache is the cache of Hugging Face's Python tools. "Both caches" means these two caches.
+//! Finds models on this machine: by path, or by name in inferno's own cache and in the shared Hugging Face cache.
+//! In this file, "both caches" means these two caches.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -23,15 +23,16 @@ pub struct IncompleteModel {
 
 impl Hub {
     /// Finds a model on this machine, without the network. A model in a cache must be complete.
-    /// For the demo, first writes its missing files to the cache.
+    /// For the demo, first writes the files that are missing from the cache or have the wrong size.
     ///
-    /// `model` is `demo`, a directory, a GGUF file, or `org/name` with an optional `:Q4_K_M` and `@revision`.
-    /// A part of the model name is enough if only one model matches. Fails if no model or several models match.
+    /// `model` is `demo`, a path, or `org/name` with an optional tag and revision, as in `org/name:Q4_K_M@main`.
+    /// A part of the name is enough if it contains no slash and only one complete model matches.
+    /// Fails if no model or several models match, or if `revision` is set for the demo or a path.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Weights)
     }
 
-    /// Finds a model like [`find`](Self::find), but does not require safetensors weights.
+    /// Finds a model like [`find`](Self::find), but a safetensors model may lack its weights.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Tokenizer)
     }
@@ -53,7 +54,8 @@ impl Hub {
             return choose_model(snapshot, tag);
         }
 
-        // Match names loosely. The typed name may differ in case, lack the organization, or be only part of a name.
+        // No complete model has exactly this name. The user may have typed the name in another case, without its
+        // organization, or only in part.
         let is_complete = |other: &String| self.look_up(other, revision, required).is_some();
         let complete: BTreeSet<String> =
             self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(is_complete).collect();
@@ -64,13 +66,15 @@ impl Hub {
             [] => Err(not_found(self.download_hint(name, tag, revision, required))),
             several => {
                 let names: Vec<&str> = several.iter().map(|snapshot| snapshot.name.as_str()).collect();
-                Err(not_found(format!("several models match; type one of these names: {}", names.join(", "))))
+                Err(not_found(format!("several models have similar names; type one of them: {}", names.join(", "))))
             }
         }
     }
 
-    /// Returns the hint for a model that is not on this machine: the command that downloads the model.
-    /// If possible, the hint also names a missing file of the model, or a model with a similar name.
+    /// Returns the hint for a model that is missing or incomplete: the command that downloads the model.
+    ///
+    /// The hint also names the first missing file of an incomplete model.
+    /// For a missing model, it suggests the complete model with the most similar name, if any name is similar enough.
     fn download_hint(&self, name: &str, tag: Option<&str>, revision: Option<&str>, required: Required) -> String {
         let revision_flag = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
         let with_tag = |name: &str| shell_word(&tag.map_or(name.to_string(), |tag| format!("{name}:{tag}")));
@@ -100,7 +104,8 @@ impl Hub {
 
     /// Lists the complete models in both caches, sorted by repository name.
     ///
-    /// The snapshot that [`find`](Self::find) returns for a repository comes before the snapshots of its other refs.
+    /// For each repository, lists the snapshot that [`find`](Self::find) selects without a revision,
+    /// then the complete snapshots of the other commits that have a ref.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let mut found = Vec::new();
         for name in &self.repo_names() {
@@ -116,10 +121,10 @@ impl Hub {
         Ok(found)
     }
 
-    /// Returns the incomplete models in both caches.
+    /// Returns the models in both caches that have no complete snapshot.
     ///
-    /// Of the shared cache, returns only safetensors models that have config.json and tokenizer.json.
-    /// Other repositories there may not be models.
+    /// From the shared cache, returns only models that have config.json and tokenizer.json, but not all weights.
+    /// Other repositories there may not be language models.
     pub fn incomplete(&self) -> Vec<IncompleteModel> {
         let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {
@@ -138,8 +143,8 @@ impl Hub {
         self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// Adds the organization to `name` if exactly one repository on this machine has this name. Ignores case.
-    /// Otherwise, returns `name` unchanged.
+    /// Returns the full name of the repository on this machine that is called `name`, ignoring case and organization.
+    /// Returns `name` unchanged if it has an organization, or if no repository or more than one is called `name`.
     ///
     /// Does not complete a partial name, because a full name such as `gpt2` is also part of longer names.
     pub(super) fn full_name(&self, name: &str) -> String {
@@ -155,9 +160,10 @@ impl Hub {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    /// Returns a snapshot of the model that has the `required` files, or `None` if no snapshot has them.
+    /// Returns the first snapshot of a repository that has the `required` files, or `None` if no snapshot has them.
     ///
-    /// Without `revision`, tries `main` in both caches, then the other snapshots of each cache, newest first.
+    /// With `revision`, tries only the snapshots of this revision.
+    /// Otherwise, tries `main` in both caches, then the other snapshots of each cache, newest first.
     pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
         let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
         let wanted = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
@@ -173,14 +179,14 @@ impl Hub {
         })
     }
 
-    /// Fails if `names` is empty or contains more than one distinct name. `model` is what the user typed.
+    /// Fails if `names` is empty or contains more than one distinct name. The error message names `model`.
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {
             1 => return Ok(()),
             0 => "list the models on this machine: inferno list".to_string(),
             _ => format!(
-                "several models match; type one of these names: {}",
+                "several models have similar names; type one of them: {}",
                 Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")
             ),
         };
@@ -189,7 +195,7 @@ impl Hub {
 }
 
 /// Finds the model at a path: a GGUF file, a directory, or `directory:Q4_K_M`. Returns `None` if there is no model.
-/// Fails if the path has a model and `revision` is set, because local files have no revisions.
+/// Fails like [`find_gguf`], or if the path has a model and `revision` is set. Local files have no revisions.
 fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<Option<Snapshot>> {
     let path = match find_gguf(model)? {
         Some(file) => file,
@@ -203,7 +209,7 @@ fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<
     Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: SnapshotSource::Directory }))
 }
 
-/// Returns the name of the file that a directory without GGUF models must contain to count as a model.
+/// Returns the name of the file by which [`find_path`] recognizes the directory of a safetensors model.
 fn marker_file(required: Required) -> &'static str {
     match required {
         Required::Tokenizer => "tokenizer.json",
@@ -224,9 +230,9 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     }
 }
 
-/// Returns the GGUF file that `model` names, or `None` if `model` is not the path of a GGUF model.
-/// `model` is a file, a directory with one GGUF model, or `directory:Q4_K_M`.
-/// Fails if no model in the directory has the tag, or if several GGUF models match.
+/// Returns the GGUF file at a path, or `None` if `model` is not the path of a GGUF model.
+/// The path can be a file, a directory with one complete GGUF model, or `directory:Q4_K_M`.
+/// Fails if the directory has no complete GGUF model with the tag, or if several GGUF models match.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {

@@ -1,6 +1,6 @@
 //! Computes hashes of files, and compares them with etags. On the Hugging Face hub, etags are hashes.
 //!
-//! The etag of a large file is the SHA-256 of its contents.
+//! The etag of a large file, which the hub keeps outside git, is the SHA-256 of its contents.
 //! The etag of a small file is its git blob id: the SHA-1 of `blob <length>\0` followed by the contents.
 //! Mirrors may send etags that are not hashes. Such an etag cannot verify the contents of a file.
 
@@ -18,7 +18,7 @@ pub(super) fn bare_etag(etag: &str) -> &str {
     etag.trim_start_matches("W/").trim_matches('"')
 }
 
-/// Returns whether an etag has the form of a SHA-1 or SHA-256 hash.
+/// Returns whether an etag has the form of a SHA-1 or SHA-256 hash in hexadecimal.
 pub(super) fn is_hash(etag: &str) -> bool {
     matches!(etag.len(), 40 | 64) && etag.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -76,7 +76,9 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}", path.display())
 }
 
-/// Returns a blob name for a file whose etag is not a hash: `weak-`, and the first 16 bytes of the SHA-256 of `words`.
+/// Returns a blob name for a file whose etag is not a hash. `words` must together identify the contents of the file.
+///
+/// The name is `weak-` and the first 16 bytes of the SHA-256 of `words`, in hexadecimal.
 pub(super) fn weak_etag(words: &[&str]) -> String {
     let mut hash = digest::Context::new(&SHA256);
     for word in words {

@@ -9,12 +9,12 @@ use super::{hash, parallel};
 use crate::snapshot;
 
 /// The maximum number of files to hash in parallel.
-/// More threads would slow down the loading of the model: `inferno serve --receipt-key` does both at the same time.
+/// `inferno serve --receipt-key` hashes the files while it loads the model, and more threads would slow down loading.
 const MAX_THREADS: usize = 4;
 
 /// Returns the hexadecimal SHA-256 of each file of the model at `path`, by file name.
 ///
-/// Reads every file in full. For large files, the Hugging Face hub lists the same SHA-256 hashes.
+/// Reads every file in full. The Hugging Face hub lists the same hashes for large files, such as weights.
 pub fn file_hashes(path: &Path) -> Result<BTreeMap<String, String>> {
     let hashes = parallel::try_map(&snapshot::model_files(path)?, MAX_THREADS, |file| {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -1,8 +1,8 @@
 //! Describes a model on the hub without downloading its weights.
 //!
 //! Reads small text files and the headers of safetensors files.
-//! The length of a GGUF header is not known in advance.
-//! The GGUF parser therefore calls [`Hub::read_range`] for one range of the file after another.
+//! A GGUF file does not state the length of its header, so the GGUF parser reads one range after another with
+//! [`Hub::read_range`].
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -36,12 +36,12 @@ pub struct HubModel {
     pub commit: String,
     /// The name of each file in the repository, and the size in bytes if the hub lists the size.
     pub files: Vec<(String, Option<u64>)>,
-    /// The contents of config.json, tokenizer_config.json and the first `README_BYTES` of README.md, by file name.
-    /// Lacks the files that the repository does not have. For a GGUF model, has only README.md.
+    /// The text files that the repository has, by file name: config.json, tokenizer_config.json, and the first
+    /// `README_BYTES` bytes of README.md. For a GGUF model, at most README.md.
     pub texts: BTreeMap<String, Vec<u8>>,
-    /// The headers of the safetensors files that inferno would load.
+    /// The headers of the safetensors files that inferno would load. Empty for a GGUF model.
     pub headers: Vec<SafetensorsHeader>,
-    /// The name and the size in bytes of each file of a GGUF model. Empty for other models.
+    /// The name and the size in bytes of each file of the GGUF model. Empty for other models.
     pub gguf: Vec<(String, u64)>,
 }
 
@@ -62,7 +62,7 @@ const TEXTS: [(&str, u64); 3] = [
     ("README.md", README_BYTES),
 ];
 
-/// The number of bytes of README.md to read. inferno needs only the YAML front matter, which is usually shorter.
+/// The most bytes of README.md to read. inferno needs only the YAML front matter, which is usually shorter.
 const README_BYTES: u64 = 16 << 10;
 
 /// The maximum total size of a model's safetensors headers, in bytes.
@@ -72,20 +72,21 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The maximum number of shards. Limits how many requests a malicious shard index can cause.
 const MAX_SHARDS: usize = 2048;
 
-/// The size of the first request for a header, in bytes. One request is enough for most headers.
+/// The number of bytes that the first request for a header asks for. Most headers are shorter.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
 
-/// The maximum number of bytes to skip before the requested range if a server ignores the range and sends the file.
+/// The most bytes before a range that `read_range` discards if a server sends the whole file instead of the range.
 const MAX_SKIPPED_BYTES: u64 = 64 << 20;
 
-/// The number of headers to read in parallel.
+/// The maximum number of headers to read in parallel.
 const THREADS: usize = 8;
 
 impl Hub {
-    /// Describes a model on the hub. Writes no files. Fails for the demo, which is not on the hub.
+    /// Describes a model on the hub. Writes no files.
+    /// Fails for the demo, which is not on the hub, and if HF_HUB_OFFLINE is set.
     ///
     /// `org/name:Q4_K_M` selects one of several GGUF models.
-    /// For a GGUF model, the caller reads the header with [`read_range`](Self::read_range).
+    /// For a GGUF model, the caller reads the headers with [`read_range`](Self::read_range).
     pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<HubModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
@@ -103,7 +104,7 @@ impl Hub {
     }
 
     /// Reads a byte range of a file of `model`. Returns fewer bytes if the file ends within the range.
-    /// Fails if the server ignores the range and the range starts after the first `MAX_SKIPPED_BYTES` bytes.
+    /// Fails if the server sends the whole file and more than `MAX_SKIPPED_BYTES` bytes precede the range.
     pub fn read_range(&self, model: &HubModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
@@ -121,7 +122,7 @@ impl Hub {
     }
 }
 
-/// A reader for the metadata of one model on the hub.
+/// Reads the metadata of one model on the hub.
 struct Inspection<'a> {
     remote: &'a Remote<'a>,
     listing: &'a Listing,
@@ -144,8 +145,9 @@ impl Inspection<'_> {
     }
 
     /// Returns the name and the size in bytes of each file of the GGUF model that `tag` selects.
-    /// Without a tag, returns an empty list if the repository has safetensors weights or no GGUF model.
-    /// Fails if several GGUF models match, or if no GGUF model matches the tag.
+    /// Without a tag, selects the only GGUF model, and returns an empty list if the repository has safetensors weights
+    /// or no GGUF model.
+    /// Fails if several GGUF models match, if no GGUF model matches the tag, or if a part of the model is missing.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
         let Listing { commit, files } = self.listing;
         let has_safetensors = self.listing.file(INDEX).or(self.listing.file(SINGLE_FILE)).is_some();
@@ -157,8 +159,8 @@ impl Inspection<'_> {
         parts.into_iter().map(with_size).collect()
     }
 
-    /// Reads the files in [`TEXTS`]. For a GGUF model, reads only README.md, because the GGUF file has the config.
-    /// Fails if config.json or tokenizer_config.json is as large as its limit.
+    /// Reads the files in [`TEXTS`] that the repository has. For a GGUF model, reads only README.md, because the GGUF
+    /// file contains the config. Fails if config.json or tokenizer_config.json reaches its size limit.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
@@ -172,8 +174,8 @@ impl Inspection<'_> {
         Ok(texts)
     }
 
-    /// Returns the safetensors files that inferno would load.
-    /// Fails if the shard index lists more than [`MAX_SHARDS`] shards, or a shard that the repository lacks.
+    /// Returns the safetensors files that inferno would load. Fails if the shard index is invalid, lists more than
+    /// [`MAX_SHARDS`] shards, or lists a shard that the repository lacks.
     fn shards(&self) -> Result<Vec<&RemoteFile>> {
         if self.listing.file(INDEX).is_none() {
             return Ok(self.listing.file(SINGLE_FILE).into_iter().collect());
@@ -196,8 +198,8 @@ impl Inspection<'_> {
         try_map(files, THREADS, |file| self.header(file, &total_bytes))
     }
 
-    /// Reads the header of a safetensors file, and adds the header's length to `total_bytes`.
-    /// Fails if the header is incomplete or longer than the file, or if the total exceeds [`MAX_HEADER_BYTES`].
+    /// Reads the header of a safetensors file, and adds the length of its JSON text to `total_bytes`.
+    /// Fails if the header is incomplete or longer than the file, or if `total_bytes` exceeds [`MAX_HEADER_BYTES`].
     fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
         let shown = quote(name);
@@ -248,10 +250,10 @@ impl Inspection<'_> {
     }
 }
 
-/// Requests a range of a file. Returns the response body, and whether the body contains only the requested range.
+/// Requests a range of a file. Returns the response body, and whether the server honored the range.
 ///
 /// If the server ignored the range, the body is the whole file.
-/// Dropping the body before its end closes the connection.
+/// To skip the rest of a body, drop it, which closes the connection.
 fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {
     let first = range.start;
     let response: Response<Body> = remote.get_range(commit, name, range)?;
@@ -261,7 +263,7 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
         StatusCode::PARTIAL_CONTENT => {
             bail!("cannot read {}: the server sent a range other than the requested one", quote(name))
         }
-        // A server sends status 416 for a range from byte 0 only if the file is empty.
+        // A range that starts at byte 0 is outside the file only if the file is empty.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
         _ => return Err(remote.refusal(response, Some(name))),
     };

@@ -1,4 +1,4 @@
-//! [`Listing`]: the commit and the files of a repository from a hub's response. Parsing validates all values.
+//! [`Listing`]: the commit and the files of a repository, parsed from a hub's response and validated.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -11,11 +11,10 @@ use serde::{Deserialize, Deserializer};
 use super::names;
 use crate::text::quote;
 
-/// The maximum size of a file, and of all files of a repository together, in bytes: 1 PiB.
-/// No real repository is larger.
+/// The maximum size of a file, and of all files of a repository together: 1 PiB. No real repository is larger.
 pub(super) const MAX_FILE_BYTES: u64 = 1 << 50;
 
-/// The maximum number of files in a repository. Limits the memory that a hub's response can take.
+/// The maximum number of files in a repository. Limits the memory that a parsed response takes.
 const MAX_FILES: usize = 200_000;
 
 /// A commit of a repository and its files.
@@ -28,7 +27,8 @@ pub struct Listing {
 impl Listing {
     /// Parses and validates the hub's response about the repository `repo`.
     ///
-    /// Fails if the JSON is malformed or lacks the commit, or if it contains unsafe paths or impossible values.
+    /// Fails if the JSON is malformed or lacks the commit, if it contains unsafe paths, conflicting paths or impossible
+    /// values, or if it lists more than `MAX_FILES` files.
     pub fn parse(repo: &str, json: &[u8]) -> Result<Self> {
         serde_json::from_slice::<ModelListing>(json)?.check(repo)
     }
@@ -42,10 +42,11 @@ impl Listing {
 /// A file in a repository on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteFile {
-    /// The path of the file in the repository. Validation ensures that it does not point outside the repository.
+    /// The path of the file in the repository. [`Listing::parse`] rejects paths that point outside the repository.
     pub name: String,
     pub bytes: Option<u64>,
     /// The SHA-256 of a large file, the git blob id of a small file, or another etag that a mirror sent.
+    /// `None` if the listing has no etag.
     pub etag: Option<String>,
 }
 
@@ -130,7 +131,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, enough for `check` to reject a longer list.
+/// Deserializes the list of files, but keeps at most [`MAX_FILES`] + 1 files. `check` rejects a list of that length.
 fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Sibling>, D::Error> {
     struct Files;
 
@@ -158,7 +159,7 @@ fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<S
 }
 
 impl ModelListing {
-    /// Converts the response to a [`Listing`]. Fails for unsafe paths and impossible values.
+    /// Validates the response and converts it to a [`Listing`].
     fn check(self, repo: &str) -> Result<Listing> {
         if !names::is_commit(&self.sha) {
             bail!("the hub sent an invalid commit hash for '{repo}': {}", quote(&self.sha));
@@ -167,7 +168,7 @@ impl ModelListing {
             bail!("the hub lists more than {MAX_FILES} files in '{repo}'; inferno accepts at most {MAX_FILES}");
         }
         let files = self.siblings.into_iter().map(|file| file.check(repo)).collect::<Result<Vec<_>>>()?;
-        // Limit the total size too, so that later sums of file sizes cannot overflow.
+        // Limit the total size too, so that later sums of the listed sizes cannot overflow.
         let total_bytes = files.iter().filter_map(|file| file.bytes).fold(0u64, u64::saturating_add);
         if total_bytes > MAX_FILE_BYTES {
             bail!("the hub sent an impossible size for '{repo}': {total_bytes} bytes in total");

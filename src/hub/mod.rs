@@ -1,17 +1,16 @@
-//! Finds models on this machine and downloads them from a Hugging Face hub.
+//! Downloads models from a Hugging Face hub, and finds, verifies and removes models on this machine.
 //!
 //! A [`Snapshot`] describes a model on this machine: its name, its commit and the path of its files.
-//! inferno finds models in two caches: its own cache, and the Hugging Face cache that Python tools share.
-//! inferno writes only to its own cache. Instead of a model's name, a user can pass the path of a directory or file.
-//! The submodules of `hub` are:
+//! inferno finds models by path, or by name in two caches: its own cache, and the shared Hugging Face cache, which
+//! Python tools use. inferno writes only to its own cache. The submodules of `hub` are:
 //!
 //! - `client`, `config`, `limits`: [`Hub`], its caches and its connection settings
 //! - `find`, `snapshot`: the models on this machine
-//! - `names`, `identity`, `usage`: the names, the file hashes and the times of last use of models
+//! - `names`, `identity`, `usage`: model names, hashes of model files, and when each model was last used
 //! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
 //! - `remote`, `retry`, `endpoint`: requests to a hub
 //! - `listing`: the files of a repository on a hub
-//! - `inspect`: describes models that are not downloaded
+//! - `inspect`: describes models on a hub without downloading their weights
 //! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and verify their hashes
 //! - `verify`, `remove`, `prune`, `deletion`: check, repair and remove downloaded models
 //! - `demo`: the built-in demo model

@@ -1,5 +1,5 @@
-//! Validates names of repositories, revisions, files and blobs before they become part of a path or URL.
-//! This module also compares model names.
+//! Parses, validates, encodes and compares the names of models, revisions, files and blobs.
+//! A name from a user or a hub must be validated before it becomes part of a path or URL.
 
 use std::collections::BTreeSet;
 
@@ -64,7 +64,7 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
-/// Returns the problem with an invalid file name from a hub, such as `is not a valid path in a repository`.
+/// Returns what is wrong with a file name from a hub, such as `is not a valid path in a repository`.
 /// Returns `None` for a valid name.
 pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
     if !is_safe_path(name) {
@@ -102,12 +102,12 @@ const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'
 /// The characters to percent-encode in a URL path: the characters in [`SEGMENT`], except the slash.
 const PATH: &AsciiSet = &SEGMENT.remove(b'/');
 
-/// Percent-encodes a file name for a URL, except its slashes.
+/// Percent-encodes the path of a file for a URL, except its slashes, which separate the segments of the URL path.
 pub(super) fn encode_path(name: &str) -> String {
     utf8_percent_encode(name, PATH).to_string()
 }
 
-/// Percent-encodes a revision for a URL, including its slashes, because a revision is one segment of the path.
+/// Percent-encodes a revision for a URL, including its slashes, because a revision is one segment of the URL path.
 pub(super) fn encode_segment(name: &str) -> String {
     utf8_percent_encode(name, SEGMENT).to_string()
 }
@@ -133,7 +133,7 @@ pub(super) fn is_same_name(name: &str, model: &str) -> bool {
 }
 
 /// Returns the name that is most similar to `model`, or `None` if no name is similar enough to be what the user meant.
-/// At most a quarter of the letters may be wrong, or two letters in short names.
+/// The maximum edit distance is a quarter of the length of `model`, but at least 2.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();
     let distance = |name: &String| {

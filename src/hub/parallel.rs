@@ -8,7 +8,8 @@ use anyhow::Result;
 
 /// Applies `function` to all items on at most `threads` threads. Returns the results in the order of the items.
 ///
-/// After a failed call, starts no more calls, waits for the running calls, and returns the first error.
+/// After a call fails, skips the items that no thread has taken yet, waits for the running calls, and returns the error
+/// that occurred first.
 pub(super) fn try_map<T: Sync, R: Send>(
     items: &[T],
     threads: usize,

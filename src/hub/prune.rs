@@ -26,7 +26,8 @@ impl Hub {
     /// Deletes the leftovers of unfinished downloads and killed processes, the blobs to which no snapshot links,
     /// and repositories without snapshot files.
     ///
-    /// Skips repositories that another process is changing at the moment.
+    /// Skips a repository, or the demo, if another process holds its lock, and reports it as busy.
+    /// Without `--force`, fails if the filesystem does not support file locking.
     pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
         self.check_own_cache()?;
         let mut pruned = Vec::new();
@@ -46,7 +47,7 @@ impl Hub {
         Ok(pruned)
     }
 
-    /// Deletes the demo's temporary files and directories. Returns `None` if the demo had no temporary files.
+    /// Deletes the demo's temporary files and directories. Returns `None` if there are no temporary files.
     fn prune_demo(&self) -> Result<Option<PrunedRepo>> {
         let cache = &self.config.cache;
         let name = demo::NAME.to_string();
@@ -96,8 +97,8 @@ fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
     Ok(freed)
 }
 
-/// Returns whether a file is an unfinished blob or its record, a bad blob, or a temporary file.
-/// Unfinished downloads and killed processes leave such files behind.
+/// Returns whether a file is a partially downloaded blob or its record, a corrupt blob that a repair set aside, or a
+/// temporary file. Unfinished downloads and killed processes leave such files behind.
 fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));

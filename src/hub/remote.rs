@@ -1,9 +1,9 @@
 //! Sends HTTP requests to a hub, and converts unsuccessful responses to errors.
 //!
-//! The requests use the `ureq` crate instead of `hf-hub`, so that this module controls where the token is sent,
-//! and how redirects, ranges and errors are handled.
+//! This module uses the `ureq` crate instead of `hf-hub`, to control where the token is sent, and how redirects,
+//! ranges and errors are handled.
 //!
-//! This module parses redirect URLs itself, because the `url` crate would add many dependencies.
+//! This module resolves relative redirects itself, because the `url` crate would add many dependencies.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
@@ -23,17 +23,17 @@ use super::{hash, names};
 use crate::error::Error;
 use crate::text::{counted, library_error, quote};
 
-/// The maximum size of a file listing, in bytes. Listings with tens of thousands of files are smaller.
+/// The maximum size of a list of files, in bytes. Even a list of tens of thousands of files is smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
 
 /// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
 /// The time allowed for each byte of a metadata response, in addition to the response timeout.
-/// A long metadata response therefore fails if its bytes arrive at less than 16 KiB/s.
+/// This time corresponds to a speed of 16 KiB/s.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
-/// The maximum number of redirects. The hub usually redirects once, to a storage host.
+/// The maximum number of redirects. For a large file, the hub usually redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
 
 /// A client for one revision of a repository on a hub.
@@ -49,13 +49,13 @@ pub(super) struct Remote<'a> {
 /// The purpose of a request, which determines its timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// The request is for a short response. [`Remote::read_body`] limits the time for the whole body.
+    /// A HEAD request, or a request whose response is read into memory. The time for the whole body is limited.
     Metadata,
-    /// The request is for a file of any length. The time for the whole body is not limited.
+    /// A request for a file or a part of a file to write to disk. The time for the whole body is not limited.
     Contents,
 }
 
-/// The response to a GET request.
+/// The response to a GET request, after all redirects.
 pub(super) struct HubResponse {
     pub response: Response<Body>,
     /// Whether a redirect led to a URL with a scheme, host or port other than the endpoint's.
@@ -94,8 +94,8 @@ impl<'a> Remote<'a> {
         &self.config.limits
     }
 
-    /// Fetches the commit of the revision and the list of its files.
-    /// Fails if the response is invalid, or if the hub sends a commit other than the requested one.
+    /// Fetches the commit of the revision and the list of its files, with retries.
+    /// Fails if the request fails, the response is invalid, or the revision is a commit and the hub sends another.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::encode_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
@@ -135,7 +135,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Fetches the size and the etag of one file. Used if the listing lacks the size or the etag.
-    /// Fails if the hub does not send both.
+    /// Fails if the hub does not send a valid size and a valid etag.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
@@ -146,7 +146,7 @@ impl<'a> Remote<'a> {
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
             let linked_etag = text("x-linked-etag");
-            // Do not follow a redirect that has the file's hash, because the storage host may not send the hash.
+            // Do not follow a redirect with `x-linked-etag`, the file's hash: the storage host may not send the hash.
             if response.status().is_redirection() && linked_etag.is_none() {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
@@ -181,7 +181,7 @@ impl<'a> Remote<'a> {
         self.follow(&self.file_url(commit, name), range.map(range_header).as_deref(), Purpose::Contents)
     }
 
-    /// Requests a short range of a file, with retries. The caller reads the body with [`read_body`](Self::read_body).
+    /// Requests a byte range of a file, with retries and with the timeouts of [`Purpose::Metadata`].
     ///
     /// The caller must limit how much it reads: a server that ignores ranges sends the whole file with status 200.
     pub fn get_range(&self, commit: &str, name: &str, range: Range<u64>) -> Result<Response<Body>> {
@@ -191,7 +191,8 @@ impl<'a> Remote<'a> {
 
     /// Sends a request, and retries it after temporary failures. `name` is the file or repository, for messages.
     ///
-    /// Stops retrying once all attempts together, without the waits, have taken twice the response timeout.
+    /// Stops retrying if [`Retry`] gives up, or once the attempts have taken twice the response timeout in total, not
+    /// counting the waits between them.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.max_metadata_failures);
@@ -221,7 +222,7 @@ impl<'a> Remote<'a> {
 
     /// Reads at most `limit` bytes of a metadata response. Allocates memory only for bytes that have arrived.
     ///
-    /// Fails if the bytes of the response arrive too slowly. See [`TIME_PER_BYTE`].
+    /// Fails if reading fails, or if the bytes arrive too slowly (see [`TIME_PER_BYTE`]).
     pub fn read_body(&self, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.copy_body(body, limit, &mut bytes)?;
@@ -268,7 +269,7 @@ impl<'a> Remote<'a> {
     /// Sends a GET request and follows redirects.
     ///
     /// Sends the token only to URLs with the endpoint's scheme, host and port.
-    /// After a redirect to any other URL, sends no token, even if the other host redirects back to the endpoint.
+    /// After a redirect to any other URL, sends no token, even if a later redirect leads back to the endpoint.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
     /// Fails after more than [`MAX_REDIRECTS`] redirects, or if [`resolve`](Self::resolve) rejects a redirect.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<HubResponse> {
@@ -350,7 +351,7 @@ impl<'a> Remote<'a> {
         Error::Network { endpoint: self.config.endpoint_for_display(), cause, is_temporary: true }.into()
     }
 
-    /// Returns a network error after which a retry would fail too.
+    /// Returns a network error after which the request is not retried.
     fn permanent_error(&self, cause: String) -> anyhow::Error {
         Error::Network { endpoint: self.config.endpoint_for_display(), cause, is_temporary: false }.into()
     }
@@ -368,8 +369,8 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // `read_body` checks the time only when bytes of the body arrive.
-            // A server can keep a connection active without sending the body, so `total` limits the time for each body.
+            // `read_body` checks the time only when bytes of the body arrive. A server can keep the connection active
+            // without sending such bytes, so `total` also limits the time for the body.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }
@@ -389,7 +390,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Returns the URL to which `location` redirects from `url`.
-    /// `location` is a URL, `//host/path` without a scheme, or a path that starts with `/`.
+    /// `location` is an http or https URL, `//host/path` without a scheme, or a path that starts with `/`.
     ///
     /// Returns `None` for any other form of `location`, and for redirects from https to http.
     fn resolve(&self, url: &str, location: &str) -> Option<String> {

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::files;
 use crate::snapshot::{gguf, is_weights_file};
 
-/// Returns the hint of the error for a revision or a tag that inferno's own cache does not have.
+/// Returns the hint of [`Error::ModelNotFound`] if inferno's own cache lacks the requested revision or tag.
 fn list_hint() -> String {
     "list the models on this machine: inferno list".to_string()
 }
@@ -27,7 +27,7 @@ pub struct RemovedModel {
     /// The commits whose snapshots lost files. Empty for the demo.
     pub changed_commits: Vec<String>,
     pub freed_bytes: u64,
-    /// The size in bytes of the blobs that were kept because remaining files link to them.
+    /// The size in bytes of the removed files' blobs that were kept, because remaining files also link to them.
     pub shared_bytes: u64,
 }
 
@@ -48,7 +48,7 @@ impl Hub {
     /// Returns `None` for the demo model and for a full name, with or without its organization.
     /// Also returns `None` if no model or several models match, or if the revision is invalid.
     ///
-    /// `inferno remove` asks the user to confirm the model, because a partial name may match a model by accident.
+    /// `inferno remove` asks the user to confirm the completed name, because a partial name may match the wrong model.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, revision) = names::split_revision(model, None).ok()?;
         if demo::is_demo(name, revision).ok()? {
@@ -62,13 +62,13 @@ impl Hub {
         }
     }
 
-    /// Removes one revision or all revisions of a model from inferno's own cache.
+    /// Removes one revision or all revisions of a model from inferno's own cache, or all versions of the demo.
     /// With a tag such as `:Q4_K_M`, removes only the GGUF models that match the tag.
     ///
-    /// Keeps files that other snapshots use. Waits while another process changes the repository.
+    /// Keeps blobs to which remaining files link. Waits while another process changes the repository.
     ///
     /// Fails if no model or several models in inferno's own cache match, or if the model lacks the revision or the tag.
-    /// Without `--force`, also fails if the filesystem does not support file locking.
+    /// Without `--force`, also fails if the filesystem does not support file locking, except for the demo.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
@@ -80,7 +80,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // If the model is in the shared cache, inferno's own cache can have a ref for it, but no snapshot to remove.
+        // For a model in the shared cache, inferno's own cache can have a ref, but no snapshot to remove.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -108,7 +108,7 @@ impl Hub {
         Ok(removed)
     }
 
-    /// Fails if `model` is a path or matches a model in the shared cache, because inferno removes neither.
+    /// Fails if `model` is an existing path or matches a model in the shared cache, because inferno removes neither.
     fn check_is_not_elsewhere(&self, model: &str) -> Result<()> {
         let [_, (shared, _)] = self.caches();
         let shared_names = shared.names().into_iter().collect();
@@ -158,10 +158,10 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selected snapshots and files, the refs to these snapshots, and the blobs to which no remaining file
-/// links. If no file remains, deletes the directory of the repository.
+/// Deletes the selected snapshots and files, the refs to these snapshots, and the blobs to which only the deleted
+/// files linked. If no file remains in any snapshot, deletes the directory of the repository.
 ///
-/// If a directory cannot be read, deletes nothing, because files in that directory may link to the blobs.
+/// If a snapshot directory cannot be read, deletes nothing, because its files may link to blobs that would be deleted.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { changed_commits, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -200,7 +200,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     })
 }
 
-/// Returns the commits that have a snapshot directory. Fails if the directory `snapshots` cannot be read.
+/// Returns the commits that have a snapshot directory. Fails if the directory `snapshots` exists but cannot be read.
 fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
     let entries = read_dir(&repo.path.join("snapshots"))?;
     let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());

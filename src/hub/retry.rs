@@ -11,14 +11,14 @@ use super::limits::Limits;
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
 /// A request is retried at most `MAX_RESETS * max_failures` times in total.
-/// Without this limit, a request that makes some progress before every failure would be retried forever.
+/// Without this limit, a request that makes progress before every failure would be retried forever.
 const MAX_RESETS: u32 = 100;
 
 /// Counts the failures of one request.
 pub(super) struct Retry<'a> {
     limits: &'a Limits,
     max_failures: u32,
-    /// The number of consecutive failures since the last [`reset`](Self::reset).
+    /// The number of failures since the last [`reset`](Self::reset).
     failures: u32,
     total_failures: u32,
 }
@@ -28,15 +28,15 @@ impl<'a> Retry<'a> {
         Self { limits, max_failures, failures: 0, total_failures: 0 }
     }
 
-    /// Sets the number of consecutive failures to 0. Callers call `reset` when the request has made progress.
+    /// Restarts the count of consecutive failures. Callers call `reset` when the request has made progress.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// Counts a failure. Returns how long to wait before the next attempt, or `None` if the caller must give up.
+    /// Counts a failure. Returns how long to wait before the next attempt, or `None` if the caller must give up:
+    /// after too many failures, or if the wait would exceed [`Limits::max_wait`].
     ///
-    /// `retry_after` is the wait that the server asked for. If the next wait would exceed [`Limits::max_wait`], the
-    /// caller must give up.
+    /// `retry_after` is the minimum wait that the server asked for.
     pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
         self.failures += 1;
         self.total_failures += 1;
@@ -51,7 +51,7 @@ impl<'a> Retry<'a> {
 
 /// Returns a random time between half of `wait` and `wait`, so that many clients do not retry at the same moment.
 fn with_jitter(wait: Duration) -> Duration {
-    // Use the random keys of the standard hasher as a random number, to avoid a crate for random numbers.
+    // The standard hasher has random keys, so its hash of no data serves as a random number without another crate.
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
     wait.mul_f64(0.5 + random / 2.0)
 }

@@ -67,7 +67,7 @@ impl VerifiedSnapshot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileState {
     Good,
-    /// The contents do not match the expected hash, or cannot be read.
+    /// The file has wrong contents or cannot be read.
     Corrupt,
     /// The file is not on disk, although the model needs it or the snapshot links to it.
     Missing,

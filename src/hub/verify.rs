@@ -1,7 +1,7 @@
 //! Verifies and repairs model files on disk.
 //!
-//! Verification needs no network: a file in a snapshot is a symlink to a blob, and most blobs are named after the hash
-//! of their contents. The files of the demo are compared with the files in the binary.
+//! Verification needs no network: most files in a snapshot are symlinks to blobs that are named after the hash of
+//! their contents. The files of the demo are compared with the files in the binary.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -31,8 +31,8 @@ struct CandidateSnapshot {
 impl Hub {
     /// Verifies the files of one model or of all models, at one revision or at all revisions in both caches.
     ///
-    /// Without `model`, verifies all models in both caches, except snapshots in the shared cache that have neither
-    /// a complete GGUF model nor both config.json and tokenizer.json.
+    /// Ignores a tag in `model`, and verifies all GGUF models of the repository.
+    /// Without `model`, skips snapshots in the shared cache that are incomplete according to `Required::Tokenizer`.
     /// Fails if no model or several models match `model` and `revision`.
     pub fn verify(
         &self,
@@ -84,8 +84,7 @@ impl Hub {
     }
 
     /// Returns the snapshots in inferno's own cache and the shared cache that match `model` and `revision`.
-    /// Without `model`, skips snapshots in the shared cache that have neither a complete GGUF model
-    /// nor both config.json and tokenizer.json.
+    /// Without `model`, skips snapshots in the shared cache that are incomplete according to [`Required::Tokenizer`].
     fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<CandidateSnapshot> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let selected = match model {
@@ -119,8 +118,8 @@ impl Hub {
         candidates
     }
 
-    /// Downloads the damaged files that [`verify`](Self::verify) found, or writes them again if the model is the demo.
-    /// Fails if a damaged snapshot is in the shared cache, or if the hub does not have all damaged files.
+    /// Downloads the damaged files that [`verify`](Self::verify) found. For the demo, writes the built-in files.
+    /// Fails if a damaged snapshot is in the shared cache, if the hub lacks a damaged file, or if a download fails.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {
@@ -183,7 +182,7 @@ fn set_bad_blobs_aside(
 ) -> Result<()> {
     for SnapshotFile { name, path, etag } in repo.snapshot_files(commit) {
         let Some(etag) = etag.filter(|_| damaged.contains(name.as_str())) else { continue };
-        // Verify the file again, because another process may have repaired it. A file that cannot be read is bad.
+        // Verify the file again, because another process may have repaired it. An unreadable file counts as bad.
         if path.exists() && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false) {
             let blob = repo.blob(&etag);
             let bad = with_suffix(&blob, BAD);
@@ -195,7 +194,7 @@ fn set_bad_blobs_aside(
 }
 
 /// Returns the name and state of each file in a snapshot, sorted by name.
-/// For inferno's own cache, the result includes missing files that the model needs.
+/// For inferno's own cache, also lists as missing the files that the model needs but the snapshot lacks.
 fn file_states(
     candidate: &CandidateSnapshot,
     known_blobs: &mut BTreeMap<PathBuf, bool>,

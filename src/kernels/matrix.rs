@@ -52,7 +52,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the quantized format of all parts.
+    /// Returns the quantized format that all parts share.
     /// Returns `None` if the matrix is not [`Quantized`](Self::Quantized), or if the formats differ.
     pub fn format(&self) -> Option<WeightFormat> {
         match self {
@@ -63,7 +63,7 @@ impl Matrix {
         }
     }
 
-    /// Returns how all parts quantize their input.
+    /// Returns the input quantization that all parts share.
     /// Returns `None` if the matrix is not [`Quantized`](Self::Quantized), or if the parts differ.
     pub fn input_quantization(&self) -> Option<InputQuantization> {
         match self {
@@ -73,7 +73,7 @@ impl Matrix {
         }
     }
 
-    /// Returns a matrix of the `rows` rows from row `first` on. The new matrix shares memory with this matrix.
+    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
     /// Fails if `rows` is 0, or if the rows exceed the matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let (all, _) = self.dims();
@@ -98,8 +98,8 @@ impl Matrix {
 
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]`. If the matrix is dense, `x` has the dtype of the matrix.
-    /// The product with an empty dense matrix contains only zeros.
+    /// `x` is `[tokens, columns]`, in the dtype of the dense parts, or in any float dtype if all parts are quantized.
+    /// If a dense matrix has no columns, the product contains only zeros.
     pub fn matmul(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         self.matmul_into(x, sum_order, None)
     }
@@ -125,7 +125,8 @@ impl Matrix {
         }
     }
 
-    /// Returns x · Wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the parts.
+    /// Returns x · Wᵀ as partial sums, f32 `[parts, tokens, rows]`. The product is the sum over these parts.
+    /// They divide the columns of the matrix, whereas the parts of the matrix divide its rows.
     pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() > 0 => matmul_parts(x, weight, sum_order),

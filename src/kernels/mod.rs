@@ -2,7 +2,7 @@
 //!
 //! Most operations have two source files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.
-//!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
+//!   On a CPU, the operation runs plain Rust code in f32 (often named `reference`) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The operations of `decode`, `exchange` and `step_inputs` run only on a GPU.
@@ -11,7 +11,7 @@
 //! Tests compare the operations that run only on a GPU with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
-//! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens.
+//! `exchange` combines tensors of several GPUs. `sampling` edits logits and chooses tokens.
 //! `bandwidth` measures GPU memory bandwidth. `selftest` compares operations on a device with their CPU references.
 
 pub mod activation;
@@ -57,7 +57,7 @@ pub(crate) fn bytes(tensor: &Tensor) -> u64 {
 }
 
 /// Returns the elements of a CPU tensor. `storage` and `layout` are the results of `Tensor::storage_and_layout`.
-/// Fails if the tensor is not contiguous.
+/// Fails if the tensor is not contiguous, is not on the CPU, or does not have the dtype of `T`.
 pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) -> Result<&'s [T]> {
     match (storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => Ok(&storage.as_slice::<T>()?[start..end]),

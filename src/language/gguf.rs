@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// The tokenizer, chat format, stop tokens and sampling defaults that [`read`] returns.
+/// The result of [`read`].
 pub struct GgufLanguage {
     pub tokenizer: Tokenizer,
     pub chat: Option<ChatFormat>,
@@ -43,6 +43,7 @@ pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
 }
 
 /// Builds the chat format from the chat template and the special tokens in the GGUF file.
+/// Returns harmony if the vocabulary has harmony's control tokens, otherwise `None` if there is no chat template.
 fn chat_format(
     checkpoint: &GgufCheckpoint,
     tokenizer: &Tokenizer,
@@ -61,8 +62,9 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, tool_use, named))
 }
 
-/// Loads the chat format of a GGUF file that has no vocabulary, and the tokenizer.json next to the GGUF file.
-/// If the GGUF file has no chat template, the chat format comes from the other files in the directory.
+/// Loads the tokenizer and the chat format of a GGUF file without a vocabulary. The tokenizer comes from the
+/// tokenizer.json next to the GGUF file. If the GGUF file has no chat template, the chat format comes from the other
+/// files in the directory.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());

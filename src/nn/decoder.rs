@@ -1,4 +1,6 @@
-//! The pre-norm decoder that all model families share. Its forward pass launches one operation at a time.
+//! The pre-norm decoder that all model families share. Its forward pass runs operation by operation.
+//! The decode graph, which can replace the forward pass in decode steps of one sequence, has fused kernels instead
+//! (`kernels::decode`).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,8 +32,9 @@ use crate::kernels::{
 use crate::weights::{TensorTable, Weights};
 use crate::world::World;
 
-/// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
-/// After the last layer, the residual stream has only the rows that `PassBatch::rows` selects.
+/// A callback for each layer that this rank runs.
+/// Receives the layer's index in the model, and the residual stream after the layer, f32 `[tokens, hidden]`.
+/// After the model's last layer, the residual stream has only the rows that `PassBatch::rows` selects.
 /// If several ranks divide each layer, all ranks must pass a callback, because all ranks together compute the sum
 /// of their partial results before each call.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
@@ -40,7 +43,7 @@ pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 pub struct Decoder {
     /// The token embedding, `[vocab, hidden]`.
     pub(crate) embed_tokens: Matrix,
-    /// The dtype of activations and of the KV cache.
+    /// The compute dtype, which is also the dtype of the KV cache.
     dtype: DType,
     /// The layers that this rank runs. With `--split layers`, a rank runs only some of the model's layers.
     layers: Vec<DecoderLayer>,
@@ -49,16 +52,16 @@ pub struct Decoder {
     /// The number of layers of the whole model.
     layer_count: usize,
     pub(crate) norm: Norm,
-    /// The output head, with only the rows of the vocabulary that this rank computes.
+    /// This rank's rows of the output head: one row per token id in `own_tokens`.
     pub(crate) lm_head: Linear,
     pub(crate) embed_scale: f32,
     /// The learned position embedding, `[positions, hidden]`, in models that have one.
     pub(crate) embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
-    /// The KV cache spec of each element of `layers`, with the KV heads that this rank holds.
+    /// The KV cache spec of each element of `layers`. Counts only the KV heads that this rank holds.
     cache_layers: Vec<LayerSpec>,
     cache_layout: CacheLayout,
-    /// The number of positions that the RoPE tables cover.
+    /// The number of positions that the model was loaded for. The RoPE tables have one row per position.
     context: usize,
     backend: AttentionBackend,
     world: World,
@@ -71,11 +74,10 @@ impl Decoder {
     ///
     /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
     ///
-    /// Fails if the checkpoint has more layers than `config`, except layers for multi-token prediction,
-    /// or if `context` exceeds the model's learned positions.
-    /// Also fails if one of this rank's layers has a tensor that was not loaded,
-    /// unless `tensors` says that the model does not load it.
-    /// If ranks divide each layer, only the first rank checks this.
+    /// Fails if a tensor is missing or does not match `config`, or if `context` exceeds the model's learned positions.
+    /// Also fails if the checkpoint has surplus layers (see [`Weights::check_layer_count`]),
+    /// or if a tensor of this rank's layers was not loaded (see [`Weights::check_all_loaded`]).
+    /// If ranks divide each layer, only the first rank checks that all tensors were loaded.
     pub fn load(
         weights: &Weights,
         context: usize,
@@ -118,8 +120,8 @@ impl Decoder {
             layer_world: if world.stages().is_some() { World::alone() } else { world.clone() },
             world,
         };
-        // Check that every tensor of this rank's layers was loaded.
-        // If ranks divide each layer, some ranks may hold no part of a tensor, so only the first rank checks.
+        // A rank that holds no part of a matrix does not load it.
+        // If ranks divide each layer, only the first rank is certain to hold a part of every matrix.
         if decoder.world.is_first() || decoder.world.stages().is_some() {
             layers.check_all_loaded(own, layer_count, tensors)?;
         }
@@ -148,12 +150,14 @@ impl Decoder {
 
     /// Runs a prepared pass without the output head. `ids`, u32 `[tokens]`, are on the device.
     /// Returns the normalized hidden states of the tokens that the pass selects, `[rows, hidden]`.
-    /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
+    /// Logits take far more memory, so a caller may compute the [`logits`](Self::logits) of a few rows at a time.
     ///
-    /// With one token per sequence, this function copies nothing between host and GPU, so a CUDA graph can capture it
-    /// unless the host copies data between ranks (see [`World::exchange`]).
-    /// A CUDA graph cannot capture the attention backend `CandleFlashAttn`, which reads block tables on the host.
-    /// The ids must be tokens of the vocabulary, and the positions and blocks of the pass must be valid for the cache.
+    /// With one token per sequence, this function copies nothing from the host to the GPU, so a CUDA graph can capture
+    /// it. There are two exceptions:
+    /// - The attention backend `CandleFlashAttn` reads block tables on the host.
+    /// - Several ranks without an exchange (see [`World::exchange`]) wait on the host for each other's results.
+    ///
+    /// The ids must be in the vocabulary, the positions in the loaded context, and the blocks in the cache.
     /// [`prepare`](Self::prepare) checks this for a batch, and `BatchGraph::inputs` for a batch graph.
     pub fn hidden_states(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, mut tap: Option<Tap>) -> Result<Tensor> {
         scratch::begin_layer();
@@ -207,10 +211,10 @@ impl Decoder {
         })
     }
 
-    /// Like [`own_logits`](Self::own_logits), but also finds candidates for the largest of this rank's logits,
-    /// and does not write the logits if `output.skips_logits` is not 0.
+    /// Like [`own_logits`](Self::own_logits), but writes the results to `output`: candidates for the largest of this
+    /// rank's logits and, if `output.skips_logits` is 0, the logits. Returns true.
     /// Computes nothing and returns false if the output head is quantized, if the logits have a soft cap,
-    /// or if the kernel does not support the product (see [`matmul_best`](crate::kernels::matmul::matmul_best)).
+    /// or if [`matmul_best`](crate::kernels::matmul::matmul_best) does not support the product or the summation order.
     #[cfg(feature = "cuda")]
     pub fn own_best_logits(&self, hidden: &Tensor, sum_order: SumOrder, output: &LogitsOutput) -> Result<bool> {
         match &self.lm_head {
@@ -221,8 +225,8 @@ impl Decoder {
         }
     }
 
-    /// Returns the logits of all tokens, f32 `[rows, vocab]`. `own` is this rank's part of the logits.
-    /// All ranks must call this function.
+    /// Returns the logits over the whole vocabulary, f32 `[rows, vocab]`, from the parts of all ranks.
+    /// `own` is this rank's part. All ranks must call this function.
     pub fn logits_of_ranks(&self, own: &Tensor) -> Result<Tensor> {
         Ok(self.world.concat_columns(own, self.vocab_size())?)
     }
@@ -233,7 +237,8 @@ impl Decoder {
     }
 
     /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks.
-    /// The rank that ran the stage (`is_own`) contributes x. The other ranks receive x.
+    /// On the rank that ran the stage (`is_own`), x is this residual stream.
+    /// On the other ranks, only the width, dtype and device of x matter.
     fn exchange_stage(&self, is_own: bool, x: &Tensor, rows: usize) -> Result<Tensor> {
         scratch::begin_layer();
         // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
@@ -276,7 +281,7 @@ impl Decoder {
     }
 
     /// Returns whether attention in any layer of this rank reads block tables on the host.
-    /// A CUDA graph cannot capture a pass that reads block tables on the host.
+    /// If so, a CUDA graph cannot capture a pass.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
         let on_gpu = self.is_on_gpu();
@@ -287,17 +292,17 @@ impl Decoder {
         })
     }
 
-    /// Runs `qkv_proj`, `o_proj`, the matrix products of dense MLPs, and the output head on zeros.
+    /// Loads the kernels of `qkv_proj`, `o_proj`, dense MLPs and the output head, by running their products on zeros.
     /// Covers steps with up to `tokens` tokens and `rows` rows of logits. Does nothing on a CPU.
     ///
-    /// cuBLASLt loads a kernel when a product first needs it, and waits until the GPU has finished all queued work.
-    /// After this call, these products do not wait for cuBLASLt to load a kernel in steps with [`SumOrder::Fastest`].
+    /// When a product first needs a kernel, cuBLASLt waits until the GPU has finished all queued work, and then loads
+    /// the kernel. After this call, these products do not cause such waits in steps with [`SumOrder::Fastest`].
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
         if self.is_on_gpu() {
-            // Matrices with the same dimensions, format and form need the same kernels, so only the first of them runs.
-            // The form is `None` for the first product of an MLP.
+            // Products with the same matrix dimensions, matrix format and output form need the same kernels, so only
+            // the first of them runs. The form is `None` for the first product of an MLP, which has no `PartialForm`.
             let mut known = Vec::new();
             let mut load = |linear: &Linear, form: Option<PartialForm>, run: &dyn Fn(&Tensor) -> Result<()>| {
                 let kind = (linear.weight.dims(), linear.weight.format(), form);
@@ -363,7 +368,8 @@ impl Decoder {
     }
 
     /// Returns how many bytes of this rank's weights a decode step reads for one token.
-    /// Counts one row of the embedding, the chosen experts, and all other weights of the layers, norms and output head.
+    /// Counts one row of the embedding, the final norm, the output head, and all weights of the layers except experts
+    /// that the token does not use.
     pub fn step_bytes(&self) -> u64 {
         let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
@@ -379,8 +385,8 @@ impl Decoder {
         })
     }
 
-    /// Returns the mean number of distinct experts per layer in the batches that `ExpertUsage` counted since the last
-    /// call. Returns `None` if `ExpertUsage` counted no batch. Waits for the device.
+    /// Returns the mean number of distinct experts that a batch uses per layer, over the batches that `ExpertUsage`
+    /// counted since the last call. Returns `None` if `ExpertUsage` counted no batch. Waits for the device.
     pub fn take_used_experts(&self) -> Result<Option<f64>> {
         let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());
         let counts = usage.map(|usage| usage.take()).collect::<candle_core::Result<Vec<_>>>()?;
@@ -397,7 +403,7 @@ impl Decoder {
         self.embed_tokens.device().is_cuda()
     }
 
-    /// Returns the world of this rank: the ranks that run the model together.
+    /// Returns the connection of this rank to the ranks that run the model together.
     pub fn world(&self) -> &World {
         &self.world
     }
@@ -442,15 +448,14 @@ fn load_layers(
 }
 
 /// Loads an embedding `[vocab, hidden]`.
-/// `--quantize` applies to a float embedding only if the embedding is also the output head.
-/// The output head reads all rows, so quantization makes the output head faster.
-/// An embedding lookup reads only one row per token.
+/// `--quantize` applies to a float embedding only if the embedding is also the output head (`is_head`).
+/// Quantization speeds up the output head, which reads all rows, but not the lookup, which reads one row per token.
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
 }
 
-/// Loads the rows of the output head that this rank computes.
+/// Loads this rank's rows of the output head.
 fn load_head(
     weights: &Weights,
     embedding: &Matrix,
@@ -462,7 +467,7 @@ fn load_head(
         let head = weights.at("lm_head").rows([share.clone()], vocab_size);
         return Linear::load(&head, hidden_size, share.len(), Bias::Without);
     }
-    // The embedding is not divided: every rank holds all rows.
+    // Every rank holds the whole embedding, so a tied output head shares memory with this rank's rows of it.
     match weights.world().size() {
         1 => Ok(Linear::tied(embedding.clone())),
         _ => Ok(Linear::tied(embedding.rows(share.start, share.len())?)),

@@ -48,7 +48,7 @@ impl DecoderConfig {
     }
 }
 
-/// The names of a decoder's tensors in a checkpoint.
+/// The names of a decoder's embedding, layers and norms in a checkpoint.
 #[derive(Clone, Copy)]
 pub struct DecoderNames {
     pub embed_tokens: &'static str,

@@ -3,7 +3,7 @@
 //! The layers are divided into layer groups. All layers of a layer group have the same attention window.
 //! A sequence has one block table per layer group.
 //! In layer groups with full attention, a sequence keeps all its blocks.
-//! In layer groups with a sliding window, a sequence keeps only the blocks that overlap the window.
+//! In layer groups with a sliding window, a sequence keeps only the blocks that its later tokens attend to.
 //!
 //! All blocks have room for the same number of layers, so any layer group can use any free block.
 //! Layer i of every layer group is stored in the same tensors, but in different blocks.
@@ -30,7 +30,8 @@ pub struct LayerSpec {
     pub window: Option<usize>,
 }
 
-/// Returns the size in bytes of all keys and values that a token at position `depth` attends to, including its own.
+/// Returns the size in bytes of all keys and values that a token at position `depth` attends to in `layers`.
+/// Counts the token's own keys and values, too.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -78,7 +79,7 @@ impl CacheLayout {
         for (window, _) in classes {
             let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
             let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
-            // Put neighboring layers into different groups, so that any range of layers is spread evenly over groups.
+            // Assign the layers to the groups in turn, so that any range of layers is spread evenly over the groups.
             // The blocks of a layout from `of_layers` then need room for as few layers as possible.
             for (index, layer) in members.into_iter().enumerate() {
                 places[layer] = (first + index % groups, index / groups);
@@ -89,7 +90,7 @@ impl CacheLayout {
         Self { windows, first_layer: 0, places, earlier_layers, layers_per_group, heads, row }
     }
 
-    /// Returns the layout of a cache that holds only the layers in `range`.
+    /// Returns the layout of a cache that holds only the layers in `range`. `self` must be the layout of all layers.
     /// The layer groups and block tables stay the same, but a block has room only for the layers that are in `range`.
     pub fn of_layers(&self, range: Range<usize>) -> Self {
         let mut counts = vec![0; self.groups()];
@@ -125,8 +126,8 @@ impl CacheLayout {
         row.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
     }
 
-    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once in all layer groups.
-    /// `chunk` is the maximum number of tokens of the sequence that one step computes.
+    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once, in all layer groups
+    /// together. `chunk` is the maximum number of tokens of the sequence that one step computes.
     pub fn peak_blocks(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
@@ -135,12 +136,14 @@ impl CacheLayout {
 /// Like [`CacheLayout::peak_blocks`], but for one layer group whose attention window is `window`.
 pub fn peak_blocks(window: Option<usize>, tokens: usize, chunk: usize) -> usize {
     let all = tokens.div_ceil(BLOCK_TOKENS);
-    // A step attends to its own tokens and to the window before them. This range can start and end inside a block.
+    // The tokens of a step attend to themselves and to the window before them.
+    // If this range starts inside a block, it can overlap one block more.
     window.map_or(all, |window| all.min(window.saturating_add(chunk).div_ceil(BLOCK_TOKENS) + 1))
 }
 
 /// The block tables of one sequence, one per layer group.
 /// Entry i of a table is the block for positions `i * BLOCK_TOKENS` to `(i + 1) * BLOCK_TOKENS - 1`.
+/// With a sliding window, the block may be reused once no later token attends to these positions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockTables {
     groups: Vec<Vec<u32>>,
@@ -153,7 +156,7 @@ impl BlockTables {
     }
 
     /// Creates tables for a sequence of up to `context` positions that is the only sequence in the cache.
-    /// Block 0 stays unused. In a cache that the engine manages, block 0 is the scratch block, which no sequence owns.
+    /// Block 0 stays unused, as in a cache that the engine manages, where block 0 is the scratch block.
     ///
     /// Layer groups with a sliding window use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
     pub fn for_one_sequence(layout: &CacheLayout, context: usize, chunk: usize) -> Self {
@@ -176,7 +179,7 @@ impl BlockTables {
         &self.groups[group]
     }
 
-    /// Returns the number of blocks in the table of a layer group.
+    /// Returns the number of entries in the table of a layer group.
     pub fn len(&self, group: usize) -> usize {
         self.groups[group].len()
     }
@@ -212,7 +215,7 @@ pub struct KvCache {
 
 impl KvCache {
     /// Allocates a cache of `blocks` blocks, filled with zeros.
-    /// Fails if the layers differ in KV heads or head size, or if there are no layers.
+    /// Fails if the model's layers differ in KV heads or head size, or if the model has no layers.
     pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
         let Some((kv_heads, head_dim)) = layout.heads else {
             bail!("cannot allocate a KV cache: the layers differ in their number of KV heads or in their head size");
@@ -223,7 +226,7 @@ impl KvCache {
         Ok(Self { layout, blocks, layers, device: device.clone() })
     }
 
-    /// Allocates a cache for one sequence of `context` positions, and returns its block tables.
+    /// Allocates a cache for one sequence of `context` positions. Returns the cache, and the sequence's block tables.
     /// A step may compute any number of tokens, up to the whole context.
     pub fn for_one_sequence(
         layout: CacheLayout,
@@ -257,7 +260,7 @@ impl KvCache {
     }
 
     /// Returns the keys and values of all layers in this cache, both `[rows, kv_heads, head_dim]`, in layer order.
-    /// Each layer comes with its layer group, and with its index among the layers of that group on all ranks.
+    /// Each layer comes with its layer group, and with its index among all of the model's layers in that group.
     pub fn own_layers(&self) -> impl Iterator<Item = (usize, usize, [&Tensor; 2])> {
         self.layout.places.iter().map(|&(group, index)| {
             let (k, v) = &self.layers[index];

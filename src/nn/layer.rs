@@ -22,7 +22,8 @@ pub(crate) struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    /// Runs the layer. Between attention and the MLP, keeps only the rows of the residual stream that `rows` selects.
+    /// Runs the layer, which has the index `index` in the model.
+    /// Keeps only the rows of the residual stream that `rows` selects: o_proj and the MLP run only for these tokens.
     pub(super) fn forward<'l>(
         &'l self,
         residual: &mut Residual<'l>,

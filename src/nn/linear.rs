@@ -20,9 +20,9 @@ pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [R
     [share.clone(), intermediate_size + share.start..intermediate_size + share.end]
 }
 
-/// Whether a projection has a bias. The model family or config.json decides, even if a safetensors file has a bias.
-/// GGUF metadata does not say which projections have a bias. Therefore, if the models of a family differ,
-/// the tensors of the first layer in the GGUF file decide.
+/// Whether a projection has a bias. For safetensors files, the model family or config.json decides.
+/// GGUF metadata does not say which projections have a bias. If the models of a family differ, the tensors of the first
+/// layer in the GGUF file therefore decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -86,7 +86,7 @@ impl Linear {
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })
     }
 
-    /// Creates an output head that shares the weight of the embedding, `[vocab, hidden]`.
+    /// Creates an output head from the embedding `[vocab, hidden]`, or from this rank's rows of it.
     pub fn tied(weight: Matrix) -> Self {
         Self { weight, bias: None }
     }
@@ -113,8 +113,8 @@ impl Linear {
         Ok(PartialOutput { rows, bias: self.bias.as_ref() })
     }
 
-    /// Calls `run(x)` with zeros for each size class of up to `tokens` tokens, so that the kernels of `run` are loaded.
-    /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
+    /// Calls `run(x)` with zeros for each size class of up to `tokens` tokens, to load the kernels that `run` launches.
+    /// x has the dtype of the weight if the weight is dense, and otherwise `dtype`.
     #[cfg(feature = "cuda")]
     pub(super) fn load_kernels(&self, tokens: usize, dtype: DType, run: impl Fn(&Tensor) -> Result<()>) -> Result<()> {
         let dtype = match &self.weight {
@@ -126,7 +126,7 @@ impl Linear {
             return Ok(());
         }
         for class in size_classes(tokens) {
-            // The largest class can exceed `tokens`, but memory is planned only for `tokens` tokens.
+            // The token count of the largest class can exceed `tokens`, but memory is planned only for `tokens` tokens.
             let tokens = class.min(tokens);
             let x = Tensor::zeros((tokens, columns), dtype, self.weight.device())?;
             run(&x)?;
@@ -140,7 +140,8 @@ impl Linear {
     }
 
     /// Maps x `[tokens, in]` to activation(gate) · up, `[tokens, out / 2]` in `dtype`.
-    /// The first half of x·Wᵀ + b is gate, and the second half is up. x is as in [`forward`](Self::forward).
+    /// gate is the first half of the columns of x·Wᵀ + b, and up is the second half.
+    /// x has the same dtype as in [`forward`](Self::forward).
     pub fn forward_gated(
         &self,
         x: &Tensor,

@@ -22,12 +22,12 @@ pub enum Mlp {
     ClampedMoe(ClampedMoe),
 }
 
-/// The experts per token and the size of one expert, in one layer or in a whole model.
+/// The experts per token and the size of one expert on this rank, in one layer or in all layers of this rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExpertCost {
-    /// The number of experts that each token uses per layer. In a model, the maximum over its layers.
+    /// The number of experts that each token uses per layer. For several layers, the maximum over the layers.
     pub per_token: usize,
-    /// The size of one expert in bytes. In a model, the sum over its layers.
+    /// The size of one expert in bytes. For several layers, the sum over the layers.
     pub bytes: u64,
 }
 
@@ -218,13 +218,14 @@ impl PlainMlp {
     }
 }
 
-/// Returns the part of the intermediate size that this rank holds. `down` are the weights of the down projection.
+/// Returns the range of the intermediate dimension that this rank holds.
+/// `down` is the down projection, whose quantization can limit where the dimension may be divided.
 fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<usize>> {
     let unit = SHARE_COLUMNS.max(down.column_unit("weight", intermediate_size)?);
     Ok(down.world().share(intermediate_size, unit))
 }
 
-/// Converts an activation from config.json to the activation of the kernels. Fails if no kernel implements it.
+/// Converts an activation from config.json to the type that the kernels use. Fails if no kernel implements it.
 fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
     match activation {
         Activation::Silu | Activation::Swish => Ok(activation::Activation::Silu),

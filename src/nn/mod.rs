@@ -1,4 +1,5 @@
-//! The layers from which the model families build decoders. The layers run one operation at a time, on any device.
+//! The layers from which the model families build decoders. They run operation by operation, on any device.
+//! The decode graph runs fused kernels instead (`kernels::decode`).
 //!
 //! - `decoder`, `decoder_config`: the decoder that all families share, and its sizes, options and tensor names
 //! - `layer`: a decoder layer: attention, then an MLP

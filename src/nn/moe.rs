@@ -50,7 +50,7 @@ pub fn check_routing(chosen: usize, experts: usize) -> Result<()> {
     Ok(())
 }
 
-/// The names of an expert's three matrices, as in `experts.7.gate_proj.weight`.
+/// The names of an expert's three matrices, such as `gate_proj` in `experts.7.gate_proj.weight`.
 pub struct ExpertNames {
     pub gate: &'static str,
     pub up: &'static str,
@@ -61,7 +61,8 @@ pub struct ExpertNames {
 pub struct GatedMoe {
     /// The router. It is f32, because a rounding error could send a token to another expert.
     pub(crate) router: Linear,
-    /// The weights, `[experts, 2 * intermediate, hidden]`. Each expert has the gate_proj rows, then the up_proj rows.
+    /// The gate_proj and up_proj weights of all experts, `[experts, 2 * intermediate, hidden]`.
+    /// Each expert has the gate_proj rows, then the up_proj rows.
     pub(crate) gate_up_proj: ExpertWeights,
     /// The down_proj weights of all experts, `[experts, hidden, intermediate]`.
     pub(crate) down_proj: ExpertWeights,
@@ -164,7 +165,7 @@ impl GatedMoe {
 }
 
 /// Reshapes a matrix of stacked experts from `[experts * rows, columns]` to `[experts, rows, columns]`.
-/// Fails if its experts are not all quantized in the same way.
+/// Fails if the experts are not all quantized in the same way.
 fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
         Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
@@ -263,7 +264,7 @@ impl ClampedMoe {
         Ok(PartialRows::Summed(rows))
     }
 
-    /// Runs the layer without `expert_mlp`.
+    /// Runs the layer without `expert_mlp`, which supports only MXFP4 tiles.
     /// x must not have more tokens than one launch of the expert kernels can process.
     fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
@@ -280,8 +281,7 @@ impl ClampedMoe {
 }
 
 /// Returns the results of `forward` for all rows of x, `[tokens, hidden]`. Every token has `chosen` experts.
-/// One launch of the expert kernels can process at most [`MAX_PAIRS`] (token, expert) pairs.
-/// Larger batches are therefore divided.
+/// Divides x if there are more than [`MAX_PAIRS`] (token, expert) pairs, the limit of one launch of the expert kernels.
 fn in_launches(x: &Tensor, chosen: usize, forward: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / chosen);
     if tokens <= limit {

@@ -2,8 +2,8 @@
 //!
 //! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and finally adds a bias.
 //!
-//! Unlike candle_nn's norms, `kernels::norm` also updates the residual stream and casts its output to a given dtype.
-//! The weights are f32 in every compute dtype.
+//! The norms use `kernels::norm`. Unlike candle_nn's norms, it first adds the output of attention or of an MLP to
+//! the residual stream, and casts the normalized sum to a given dtype. The weights are f32 in every compute dtype.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -64,7 +64,7 @@ impl Norm {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns x + y as f32 `[tokens, hidden]`. Also returns the normalized sum, in `dtype`. Without y, the sum is x.
+    /// Returns the sum x + y, f32 `[tokens, hidden]`, and the normalized sum, in `dtype`. Without y, the sum is x.
     pub fn add_norm(&self, x: &Tensor, y: Option<Addend>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }

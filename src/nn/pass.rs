@@ -49,13 +49,14 @@ pub struct Pass {
     backend: AttentionBackend,
     sum_order: SumOrder,
     rows: RowSelection,
-    /// The indices of the last tokens of the sequences, u32 `[sequences]`. Set on first use.
+    /// The index in the pass of each sequence's last token, u32 `[sequences]`. Set on first use.
     last_tokens: OnceCell<Tensor>,
 }
 
 impl Pass {
     /// Computes the position of each token and its slot in each layer group, and copies the block tables to the device.
-    /// Fails if the batch is inconsistent, or if a sequence lacks blocks for its tokens.
+    /// Fails if the batch has the wrong number of ids or block tables, if a sequence has no tokens or more tokens than
+    /// the summation order allows, or if a block is missing or not in the cache.
     pub(super) fn new(batch: &PassBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
         let PassBatch { ids, sequences, rows, sum_order } = *batch;
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
@@ -86,7 +87,7 @@ impl Pass {
     }
 
     /// Creates a pass from positions and block tables that are already on the device.
-    /// The pass returns the logits of the last token of each sequence.
+    /// The pass selects the last token of each sequence.
     #[cfg(feature = "cuda")]
     pub(crate) fn from_parts(
         queries: Queries,

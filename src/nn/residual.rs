@@ -14,21 +14,21 @@ use crate::world::{PartialResult, ResidualUpdate, World};
 
 /// This rank's part of the output of attention or of an MLP.
 pub(crate) struct PartialOutput<'l> {
-    /// The part, `[tokens, hidden]`. The output is the sum of all ranks' parts.
+    /// The part without the bias. The output is the sum of all ranks' parts, plus the bias.
     pub rows: PartialRows,
-    /// A bias to add to every row of the sum, f32 `[hidden]`.
+    /// The bias, f32 `[hidden]`.
     pub bias: Option<&'l Tensor>,
 }
 
-/// The rows of a [`PartialOutput`].
+/// The rows of a [`PartialOutput`], possibly as terms that are not yet added up.
+/// The kernel that adds the rows to the residual stream can also add up the terms.
 pub(crate) enum PartialRows {
-    /// The rows in one tensor, in f32 or in the compute dtype (see [`PartialForm`]).
+    /// The rows in one tensor, `[tokens, hidden]`: f32, or possibly the compute dtype with [`PartialForm::Rounded`].
     Summed(Tensor),
-    /// A product whose parts are not yet added up: f32 `[parts, tokens, hidden]` (see `kernels::matmul::matmul_parts`).
-    /// One kernel can add the parts to the residual stream and normalize the sum.
+    /// The parts of a matrix product, f32 `[parts, tokens, hidden]` (see `kernels::matmul::matmul_parts`).
+    /// The rows are the sum of the parts.
     ProductParts(Tensor),
-    /// The outputs of each token's experts, not yet added up.
-    /// One kernel can add the outputs to the residual stream and normalize the sum.
+    /// The outputs of each token's experts. A token's row is the weighted sum of these outputs.
     #[cfg(feature = "cuda")]
     PerExpert(ExpertOutputs),
 }
@@ -50,7 +50,7 @@ impl PartialRows {
     }
 }
 
-/// The maximum number of rows whose expert outputs the exchange of several ranks adds up.
+/// With several ranks, the exchange kernel adds up the expert outputs of at most this many rows.
 /// With more rows, a separate kernel adds up the expert outputs faster, because it keeps more loads in flight.
 #[cfg(feature = "cuda")]
 const MAX_EXCHANGED_EXPERT_ROWS: usize = 256;
@@ -61,8 +61,8 @@ pub(crate) enum PartialForm {
     F32,
     /// The product may be split into several parts, which the kernel that updates the residual stream adds up.
     ProductParts,
-    /// This rank's part may be in the compute dtype, because the ranks round large partial results when they add them.
-    /// Writing and reading a rounded part takes less time.
+    /// For large products, which the ranks round to bf16 anyway when they add their parts.
+    /// The product may already be in the compute dtype, which takes less time to write and read than f32.
     Rounded,
 }
 
@@ -72,7 +72,7 @@ impl PartialForm {
     pub fn choose(world: &World, device: &Device, (rows, hidden): (usize, usize), post_norm: Option<&Norm>) -> Self {
         match post_norm {
             None if world.size() == 1 => Self::ProductParts,
-            // A product that cannot have several parts takes less time in the compute dtype (`Rounded`).
+            // If the product can only have one part, `Rounded` takes less time than `ProductParts`.
             None if world.adds_up_partials() && has_parts(device, rows) => Self::ProductParts,
             _ if world.can_round(rows * hidden) => Self::Rounded,
             _ => Self::F32,
@@ -81,30 +81,30 @@ impl PartialForm {
 }
 
 /// Returns the sum of the parts of a product, f32 `[tokens, hidden]`.
-/// A CUDA graph can capture this function. A graph cannot capture candle's `sum`, which copies the shape of its input
-/// from the host to the GPU.
+/// Does not call candle's `sum`, which a CUDA graph cannot capture, because it copies the shape of its input from the
+/// host to the GPU.
 fn sum_parts(parts: &Tensor) -> Result<Tensor> {
     let first = parts.get(0)?;
     (1..parts.dim(0)?).try_fold(first, |sum, part| Ok((sum + parts.get(part)?)?))
 }
 
-/// An output that is not yet added to the residual stream.
+/// The tensors that are to be added to the residual stream next.
 enum Pending<'l> {
-    /// This rank's part, `[tokens, hidden]`, and a bias to add to every row of the sum of all ranks' parts.
+    /// This rank's part of an output, `[tokens, hidden]`, and the bias to add to the sum of all ranks' parts.
     RankPart(Tensor, Option<&'l Tensor>),
-    /// This rank's part, as the parts of a product, f32 `[parts, tokens, hidden]`, and the layer's bias.
+    /// Like `RankPart`, but this rank's part is the sum of the parts of a product, f32 `[parts, tokens, hidden]`.
     ProductParts(Tensor, Option<&'l Tensor>),
-    /// This rank's part, as the outputs of each token's experts.
+    /// The outputs of each token's experts, whose weighted sum is this rank's part of an output.
     #[cfg(feature = "cuda")]
     PerExpert(ExpertOutputs),
-    /// The complete output, f32 `[tokens, hidden]`, which is the same on all ranks.
+    /// A complete output or a second embedding, f32 `[tokens, hidden]`, which is the same on all ranks.
     Whole(Tensor),
 }
 
-/// The residual stream: the sum of the embedding and of the outputs of all earlier attentions and MLPs.
+/// The residual stream: the sum of the embeddings and of all attention and MLP outputs so far.
 ///
 /// The residual stream is f32 in every compute dtype, because rounding errors in a narrower dtype would accumulate.
-/// The last output stays in `pending` until the next norm, because one kernel adds it to `x` and normalizes the sum.
+/// The last output stays in `pending`, because the kernel of the next norm can add it to `x` and normalize the sum.
 pub(super) struct Residual<'l> {
     /// The ranks that divide each layer.
     world: &'l World,
@@ -116,8 +116,9 @@ pub(super) struct Residual<'l> {
 }
 
 impl<'l> Residual<'l> {
-    /// Creates a residual stream from embeddings, f32 `[tokens, hidden]`, which are the same on all ranks.
-    /// The second embedding, such as the embedding of positions, is added to the first.
+    /// Creates a residual stream that starts with x: token embeddings, or the output of the previous pipeline stage.
+    /// `second` holds the position embeddings, if any, which are added to x.
+    /// Both are f32 `[tokens, hidden]`, and the same on all ranks.
     pub fn new(x: Tensor, second: Option<Tensor>, world: &'l World) -> Self {
         Self { world, x, is_divided: false, pending: second.map(Pending::Whole) }
     }
@@ -128,7 +129,7 @@ impl<'l> Residual<'l> {
         Ok(PartialForm::choose(self.world, self.x.device(), (rows, self.x.dim(1)?), post_norm))
     }
 
-    /// Adds the pending output to x. Returns the normalized residual stream, in `dtype`.
+    /// Adds the pending output, if any, to x. Returns the normalized residual stream, in `dtype`.
     pub fn norm(&mut self, norm: &Norm, dtype: DType) -> Result<Tensor> {
         let (parts, bias) = match self.pending.take() {
             None => (None, None),
@@ -176,7 +177,7 @@ impl<'l> Residual<'l> {
     }
 
     /// Adds the partial results of all ranks and the bias to x, and returns the normalized sum.
-    /// Returns `None` for a LayerNorm, or if no exchange supports the update (see [`World::add_partials`]).
+    /// Returns `None` and leaves x as it is for a LayerNorm, or if [`World::add_partials`] does not support the update.
     fn add_partials(
         &mut self,
         y: PartialResult,
@@ -195,7 +196,8 @@ impl<'l> Residual<'l> {
         }))
     }
 
-    /// Adds the output of attention or of an MLP. If there is a `post_norm`, normalizes the output first (Gemma).
+    /// Makes the output of attention or of an MLP the pending output.
+    /// If there is a `post_norm` (Gemma), first adds up the parts of all ranks and normalizes the sum.
     pub fn add(&mut self, output: PartialOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
         debug_assert!(self.pending.is_none(), "the previous output is not yet added to the residual stream");
         self.pending = Some(match (output.rows, post_norm) {
@@ -217,7 +219,7 @@ impl<'l> Residual<'l> {
         Ok(())
     }
 
-    /// Adds the pending output to x. Returns the residual stream, f32 `[tokens, hidden]`.
+    /// Adds the pending output, if any, to x. Returns the residual stream, f32 `[tokens, hidden]`.
     pub fn settle(&mut self) -> Result<&Tensor> {
         let output = match self.pending.take() {
             None => return self.whole(),

@@ -5,7 +5,7 @@
 //!
 //! The rotation kernel is in `kernels::attention::rope`.
 //! Unlike `candle_nn::rotary_emb`, the kernel takes one position per token, can leave a part of each head unrotated,
-//! adds the biases of q, k and v, applies the q/k norm, and casts the result.
+//! adds the biases of q, k and v, applies the q/k norms, and casts the result.
 
 use std::f32::consts::PI;
 
@@ -18,7 +18,7 @@ use super::checks::{check_optional, check_range, check_size};
 use crate::kernels::attention::rope::Rotation;
 use crate::text::quote;
 
-/// The range of `rope_theta`. The minimum excludes 1, because YaRN divides by the logarithm of `rope_theta`.
+/// The range of `rope_theta`. The minimum is above 1, because YaRN divides by the logarithm of `rope_theta`.
 /// The maximum excludes only broken files.
 const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;
@@ -28,7 +28,7 @@ const MAX_THETA: f64 = 1e15;
 const MIN_FACTOR: f64 = 1e-3;
 const MAX_FACTOR: f64 = 1e6;
 
-/// The RoPE fields of config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` from transformers 5.
+/// The RoPE fields of config.json. transformers 5 writes `rope_parameters` instead of `rope_theta` and `rope_scaling`.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct RopeConfig {
     rope_theta: Option<f64>,
@@ -41,7 +41,7 @@ pub struct RopeConfig {
 #[derive(Clone, Debug, Default, Deserialize)]
 struct RopeParameters {
     rope_type: Option<String>,
-    /// The older name of `rope_type`. Some files have both `type` and `rope_type`.
+    /// The older name of `rope_type`. Not a serde alias, because some files have both names.
     #[serde(rename = "type")]
     old_type: Option<String>,
     rope_theta: Option<f64>,
@@ -104,14 +104,14 @@ impl RopeConfig {
     }
 
     /// Returns the longest context that uses the short factors of LongRoPE.
-    /// Returns `None` for other methods, or if config.json does not specify the original length.
+    /// Returns `None` if config.json has no `long_factor` or does not specify the original length.
     pub fn short_context(&self) -> Option<usize> {
         let long = self.parameters().is_some_and(|parameters| parameters.long_factor.is_some());
         self.original_length().filter(|_| long)
     }
 
     /// Computes the frequencies for `dim` rotated elements of a head. Without `rope_theta`, `default_theta` applies.
-    /// Fails if `dim` is 0 or odd, if the method is not supported, if a parameter is missing or out of range,
+    /// Fails if `dim` is 0 or odd, if the scaling method is not supported, if a parameter is missing or invalid,
     /// or if a frequency or the attention factor is not a positive number.
     pub fn frequencies(&self, dim: usize, lengths: RopeLengths, default_theta: f64) -> Result<RopeFrequencies> {
         let default = RopeParameters::default();
@@ -180,7 +180,7 @@ impl RopeParameters {
 }
 
 /// Computes the frequencies of Llama 3.1. Low frequencies are divided by `factor`, and high frequencies are kept.
-/// Frequencies in between are interpolated.
+/// Frequencies in between become a blend of the divided and the original frequency.
 fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f32) -> Result<RopeFrequencies> {
     let low = parameters.low_freq_factor.unwrap_or(1.0) as f32;
     let high = parameters.high_freq_factor.unwrap_or(4.0) as f32;
@@ -231,8 +231,8 @@ fn longrope(
     Ok(RopeFrequencies { inv_freq, attention_factor: attention_factor as f32 })
 }
 
-/// Computes the frequencies of YaRN (arXiv 2309.00071), which blends plain and interpolated frequencies with a ramp.
-/// YaRN also scales cos and sin.
+/// Computes the frequencies of YaRN (arXiv 2309.00071). Low frequencies are divided by `factor`, and high frequencies
+/// are kept. In between, a linear ramp blends the divided and the original frequency. YaRN also scales cos and sin.
 fn yarn(plain: Vec<f32>, parameters: &RopeParameters, factor: f64, theta: f64, original: f64) -> RopeFrequencies {
     let dim = 2 * plain.len();
     let concentration = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };

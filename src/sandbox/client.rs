@@ -22,7 +22,7 @@ use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 /// A handle to the sandbox process that runs the tokenizer and the chat template of one model.
 pub struct Sandbox {
     dir: PathBuf,
-    /// The sandbox process. `None` after a request has ended the process. The next request then starts a new one.
+    /// The sandbox process, or `None` after a request has ended it. The next request then starts a new process.
     process: Mutex<Option<Process>>,
 }
 
@@ -40,7 +40,7 @@ impl Sandbox {
         Ok(language.with_renderer(Box::new(Sandboxed(process))))
     }
 
-    /// Sends a request to the sandbox process and returns the response.
+    /// Sends a request to the sandbox process. Returns the response, or an error if the request failed.
     /// If an earlier request ended the sandbox process, starts a new process first.
     fn call(&self, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -87,8 +87,8 @@ struct Process {
 }
 
 impl Process {
-    /// Starts a sandbox process, and waits until it has loaded the tokenizer, chat format, stop tokens and sampling
-    /// defaults from `dir`, which is a snapshot or a GGUF file.
+    /// Starts a sandbox process, and waits until it has loaded `dir`, which is a snapshot or a GGUF file.
+    /// Also returns the header and the body of the response, a [`SandboxResponse::Loaded`].
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
         // The path /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
@@ -97,7 +97,8 @@ impl Process {
         // The sandbox process inherits no other variable.
         command.envs(std::env::var_os("LD_LIBRARY_PATH").map(|path| ("LD_LIBRARY_PATH", path)));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C sends SIGINT to the whole process group. To survive Ctrl-C, the sandbox process runs in its own group.
+        // Ctrl-C sends SIGINT to all processes of inferno's process group.
+        // To survive Ctrl-C, the sandbox process runs in its own group.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start the process for the tokenizer and the chat template")?;
         let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
@@ -112,7 +113,8 @@ impl Process {
         }
     }
 
-    /// Sends a request and waits for the response. Fails if the sandbox process ends or takes too long.
+    /// Sends a request and waits for the response.
+    /// Fails if the request cannot be sent, or if the sandbox process ends or takes too long.
     fn call(&mut self, dir: &Path, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
         let budget = Budget::of(request, body);
         // If the sandbox process has ended, this write fails with a broken pipe. Do not return this error here:
@@ -133,7 +135,8 @@ impl Process {
         }
     }
 
-    /// Kills the sandbox process and returns why the request failed. `is_late` is true if the deadline has passed.
+    /// Kills the sandbox process and returns why the request failed.
+    /// `is_late` is true if the deadline for the response has passed.
     fn failure(&mut self, dir: &Path, request: &SandboxRequest, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
         // When a process ends, its pipes close shortly before its exit status is available, so wait for the status.
@@ -174,7 +177,7 @@ impl Drop for Process {
     }
 }
 
-/// A pipe whose reads wait for data at most until a deadline, and then fail.
+/// The standard output of a sandbox process. Reads fail if no data arrives before the deadline.
 struct WithDeadline<'p> {
     stdout: &'p mut ChildStdout,
     deadline: Instant,

@@ -1,4 +1,4 @@
-//! The memory and CPU limits of a request. The sandbox process sets them for itself before it answers the request.
+//! The memory and CPU limits of a request. The sandbox process limits itself before it answers the request.
 
 use std::fs;
 use std::time::Duration;
@@ -11,8 +11,8 @@ use super::protocol::SandboxRequest;
 /// The stack size, in bytes, of the thread that serves requests in the sandbox process.
 pub const STACK_BYTES: usize = 64 << 20;
 
-/// The page size on x86-64 Linux, in bytes. With larger pages, the result of `data_bytes` is too small.
-/// In that case, memory limits are stricter than [`Budget`] states.
+/// The page size on x86-64 Linux, in bytes. With larger pages, the result of `data_bytes` is too small,
+/// and memory limits are therefore stricter than [`Budget`] states.
 const PAGE_BYTES: u64 = 4096;
 
 /// The memory and CPU time that one request to a sandbox process may use.

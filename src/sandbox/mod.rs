@@ -3,8 +3,9 @@
 //! Tokenizers and chat templates of downloaded models are untrusted.
 //! A template is a program, and a hostile tokenizer can take unbounded time and memory.
 //! The operating system limits memory and CPU time per process, so inferno uses a sandbox process.
-//! The sandbox process runs the same executable with an internal command-line argument, until the model is dropped.
+//! The sandbox process is the same executable, started with an internal command-line argument.
 //! [`init`] looks for this argument, so `main` must call [`init`] first.
+//! The sandbox process serves requests until the model's [`Language`] is dropped.
 //! If a request exceeds a limit, the request fails, the sandbox process ends, and the next request starts a new one.
 //!
 //! Programs that do not call [`init`] or do not run on Linux use tokenizers and templates without a sandbox process.

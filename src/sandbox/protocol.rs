@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::chat::{Message, RenderOptions};
 use crate::tokenizer::ControlTokens;
 
-/// The command-line argument that starts this program as a sandbox process. `ps` shows it.
+/// The command-line argument that starts this program as a sandbox process. Descriptive, because `ps` shows it.
 pub const ARGUMENT: &str = "language-sandbox";
 
 /// The maximum size of the header or the body of a frame, in bytes.
@@ -80,7 +80,8 @@ pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result
     Ok(out.flush()?)
 }
 
-/// Reads a frame. Returns `None` if the input ends before the frame. Fails if the input ends within the frame.
+/// Reads a frame. Returns `None` if the input ends before the frame.
+/// Fails if the input ends within the frame, or if the frame is invalid.
 pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec<u8>)>> {
     let mut lengths = Vec::new();
     input.take(8).read_to_end(&mut lengths)?;

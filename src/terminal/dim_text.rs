@@ -1,4 +1,5 @@
-//! Formats a model's reasoning or the text of a tool call as dim, wrapped rows. Can fold reasoning into one line.
+//! Formats a model's reasoning or the text of a tool call as dim, wrapped rows.
+//! Also formats the line that replaces folded reasoning.
 
 use super::styled_text::{Span, StyledLine, TextStyle, wrap};
 
@@ -51,12 +52,12 @@ impl DimText {
         finished
     }
 
-    /// Returns the text after the last finished row, which may still grow, wrapped to `columns`.
+    /// Returns the text after the last finished row, wrapped to `columns`. This text may still grow.
     pub fn open(&self, columns: usize) -> Vec<StyledLine> {
         wrap_dim(&self.rest, columns)
     }
 
-    /// Finishes the last row, and removes empty rows at the end that have not been printed.
+    /// Finishes the text after the last finished row. Removes empty rows at the end that have not been printed.
     pub fn finish(&mut self, columns: usize) {
         self.rows.extend(wrap_dim(&std::mem::take(&mut self.rest), columns));
         while self.rows.len() > self.printed && self.rows.last().is_some_and(Vec::is_empty) {
@@ -69,13 +70,13 @@ impl DimText {
         &self.rows[..self.printed]
     }
 
-    /// Marks the last `rows` printed rows as not printed, because they have moved back into the live region.
+    /// Marks the last `rows` printed rows as not printed. The caller has moved these rows back into the live region.
     pub fn unprint(&mut self, rows: usize) {
         self.printed -= rows;
     }
 
     /// Returns the line that replaces folded reasoning while it streams.
-    /// `has_keys` tells whether Ctrl-O can unfold the reasoning.
+    /// If Ctrl-O can unfold the reasoning (`has_keys`), the line says so.
     pub fn thinking_line(&self, has_keys: bool) -> StyledLine {
         let hint = if has_keys { " (Ctrl-O to show)" } else { "" };
         vec![Span::new(&format!("▸ thinking: {}{hint}", self.word_count()), TextStyle::DIM)]

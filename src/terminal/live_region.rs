@@ -1,7 +1,7 @@
 //! The live region: the last rows on the screen, which may still change.
 //!
 //! Finished lines above the live region stay as they are, unless [`LiveRegion::reopen`] moves them into the region.
-//! An update starts at the first changed row, and is a single write, which avoids flicker.
+//! To avoid flicker, an update is a single write that starts at the first changed row.
 
 use std::io::{self, Write};
 
@@ -23,7 +23,7 @@ impl WindowSize {
         WindowSize { rows: known_or(rows, 24), columns: known_or(columns, 80) }
     }
 
-    /// Returns the maximum width of a line, in columns.
+    /// Returns the width to which text is wrapped, in columns.
     ///
     /// The last column stays free, because terminals differ in where the cursor goes after a character in that column.
     pub fn text_columns(self) -> usize {
@@ -54,7 +54,7 @@ impl LiveRegion {
         Self { size, shown: Vec::new() }
     }
 
-    /// Prints the finished lines and draws the open lines below them.
+    /// Replaces the region with the finished lines and, below them, the open lines, which become the new region.
     ///
     /// If the open lines do not fit in the window, only their last rows are drawn.
     pub fn update(
@@ -97,7 +97,7 @@ impl LiveRegion {
         self.shown.clear();
     }
 
-    /// Moves the lines at the end of `lines` that are still in the window back into the region. Returns their number.
+    /// Moves the last of `lines`, those that are still in the window, back into the region. Returns their number.
     ///
     /// `lines` must be the finished lines directly above the region. Each of them must occupy exactly one row.
     pub fn reopen(&mut self, lines: &[StyledLine]) -> usize {
@@ -145,7 +145,7 @@ impl<'r> ScreenChange<'r> {
         self.same == self.shown.len() && self.same == self.next.len()
     }
 
-    /// Returns the text to write at the cursor if the change only adds text at the end, and `None` otherwise.
+    /// If the change only adds text at the end, returns the text to write at the cursor. Otherwise returns `None`.
     fn added_text(&self) -> Option<String> {
         let mut text = String::new();
         let mut first = self.same;
@@ -176,8 +176,8 @@ impl<'r> ScreenChange<'r> {
         }
         text.push('\r');
         // Overwrite each row and then clear only its remainder, so that no row is ever blank.
-        // A row that is as wide as the window has no remainder.
-        // In that case, and after a resize, first clear everything below and to the right of the cursor.
+        // After a row that fills the width of the window, clearing would erase the last character. A wider row wraps.
+        // With such a row, or after a resize, first clear everything from the cursor to the end of the screen.
         let has_wide_row = self.next.iter().skip(self.same).any(|row| row.width >= columns);
         let clears_first = self.is_resized || has_wide_row;
         if clears_first {

@@ -30,7 +30,7 @@ use crate::text::{counted, quote};
 ///
 /// Links the weights last, so that an incomplete snapshot does not count as a model.
 /// Retries temporary failures. Stops the whole download as soon as one file fails permanently or its retries run out.
-/// The fetched bytes stay on disk for a later attempt.
+/// The fetched bytes then stay on disk for a later attempt, except the bytes of a file that proved corrupt or outdated.
 pub(in crate::hub) fn fetch(
     remote: &Remote,
     commit: &str,
@@ -63,7 +63,7 @@ pub(in crate::hub) fn fetch(
     });
     let state = download.state.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
     for job in state.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
-        // Ignore errors, such as a full disk, because the record that was saved earlier is still valid.
+        // Ignore errors, such as a full disk, because a record that was saved earlier is still valid.
         let _ = job.partial.save();
     }
     if let Some(error) = state.failure {
@@ -98,8 +98,8 @@ impl Download<'_> {
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
         let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
-        // The position at the last reset of `retry`. Bytes before this position do not count as progress.
-        // A server that does not support ranges sends the bytes before this position again in each attempt.
+        // The position at the last reset of `retry`, at first the start of the part. Only bytes after it are progress:
+        // a server that ignores ranges sends the bytes before it again in each attempt.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -129,7 +129,7 @@ impl Download<'_> {
         result
     }
 
-    /// Returns the error for a file that is given up: its retries have run out, or the server asks for a long wait.
+    /// Returns the error for a file whose retries have run out, or whose next retry would have to wait too long.
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let state = self.state();
         let job = &state.jobs[job];
@@ -143,7 +143,8 @@ impl Download<'_> {
         ))
     }
 
-    /// Verifies the hash of a complete file. If the hash is wrong for the first time, the file is fetched again.
+    /// Verifies a file whose bytes are all on disk, then finishes the file or lets it be fetched again.
+    /// If the hash is wrong a second time, the download fails. A file with an unknown hash counts as good.
     fn verify(&self, index: usize) -> Result<()> {
         let (etag, bytes, name, checkpoint) = {
             let state = self.state();
@@ -173,7 +174,7 @@ impl Download<'_> {
     }
 
     /// If `is_good`, gives the file its blob name, and links it into the snapshot. [`fetch`] links weights later.
-    /// Otherwise, deletes the file, so that it is fetched again. Fails if the file was already bad once.
+    /// Otherwise, deletes the file, so that it is fetched again. Fails if the hash was wrong before.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {

@@ -21,7 +21,7 @@ use crate::text::quote;
 pub(in crate::hub) struct WantedFile {
     pub name: String,
     pub bytes: u64,
-    /// The name of the blob: the hash of the contents, or a [`hash::weak_etag`] if the hub sends no hash.
+    /// The name of the blob: the etag from the hub if it is a hash, otherwise a [`hash::weak_etag`].
     pub etag: String,
 }
 
@@ -33,7 +33,8 @@ impl WantedFile {
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
             bail!("cannot get the size and the etag of {}: the hub does not send both", quote(&complete.name));
         };
-        // An etag that is not a hash may belong to several files, or to several versions of one file.
+        // Several files, or several versions of one file, may have the same etag if it is not a hash.
+        // Give each of them its own blob name.
         let etag = if hash::is_hash(&etag) {
             etag
         } else {
@@ -61,7 +62,7 @@ pub(in crate::hub) struct Download<'a> {
     pub repo: &'a RepoDir,
     pub progress: &'a dyn Progress,
     pub state: Mutex<DownloadState<'a>>,
-    /// Notified after every task, which may have created new tasks or ended the download.
+    /// Notified after each task and failure, because a waiting thread may then find a new task or must stop.
     pub changed: Condvar,
 }
 
@@ -86,7 +87,7 @@ pub(in crate::hub) struct Job<'a> {
     pub in_flight: usize,
     /// The number of times that all fetched bytes of the blob were discarded. Transfers of earlier generations stop.
     pub generation: u32,
-    /// Whether the server ignores ranges and always sends the whole blob.
+    /// Whether inferno no longer splits the blob into parts, because the server ignored ranges.
     pub is_whole_only: bool,
     /// The number of times that a server has sent the whole blob instead of a part.
     pub whole_responses: u32,
@@ -138,8 +139,8 @@ impl<'a> Job<'a> {
         self.names.iter().for_each(|name| progress.file(name, done_bytes));
     }
 
-    /// Divides the missing bytes of the file into parts of at most `part_bytes` bytes.
-    /// If the server always sends the whole file, each gap is one part.
+    /// Divides the missing bytes of the blob into parts of at most `part_bytes` bytes.
+    /// If `is_whole_only` is set, each gap in the bytes on disk becomes one part of any size.
     fn split_into_parts(&mut self, part_bytes: u64) {
         self.parts.clear();
         for gap in self.partial.gaps() {
@@ -153,7 +154,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Discards all fetched bytes, so that the file is fetched from the start.
+    /// Discards all fetched bytes, so that the blob is fetched from the start.
     pub fn restart(&mut self) -> Result<()> {
         self.generation += 1;
         self.partial.clear();
@@ -228,7 +229,7 @@ impl<'a> Download<'a> {
         if is_busy { Search::Busy } else { Search::Finished }
     }
 
-    /// Sleeps for `wait`, or until the download fails. Returns whether the download can go on.
+    /// Sleeps for `wait`, or until the download fails. Returns false if the download has failed.
     pub fn sleep(&self, wait: Duration) -> bool {
         let end = Instant::now() + wait;
         let mut state = self.state();

@@ -29,17 +29,20 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// If a download needs at least this number of requests for sizes and etags, a message tells the user.
+/// If a download needs at least this number of requests for sizes and etags, inferno prints a message beforehand.
 /// Fewer requests finish so quickly that no message is needed.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
     /// Downloads a model into inferno's own cache, and returns its snapshot. Resumes an interrupted download.
+    /// For the demo, only writes its missing files to the cache.
     ///
     /// `revision` is a branch, tag or commit. The default is `main`.
-    /// Fetches no files if inferno's own cache or the shared cache has all selected files.
+    /// If inferno's own cache or the shared cache has all selected files, fetches none and returns that snapshot.
     /// Waits while another process changes the same repository in the cache.
-    /// If HF_HUB_OFFLINE is set, fails unless `filter` selects the default weights and a cache has a complete snapshot.
+    ///
+    /// If HF_HUB_OFFLINE is set, returns a complete snapshot from a cache.
+    /// Fails if there is none, or if `filter` has `include` patterns or a tag.
     pub fn download(
         &self,
         repo: &str,
@@ -111,10 +114,10 @@ impl Hub {
 
     /// Estimates the number of bytes that a download would fetch.
     ///
-    /// Files of this commit in inferno's own cache do not count, and neither do files whose size the hub does not list.
-    /// The bytes of unfinished files count, and so do blobs to which only other snapshots link, although a download
-    /// reuses both.
-    /// For sharded weights, only the missing safetensors files in the root directory count.
+    /// Adds up the full sizes of the selected files that inferno's own cache lacks for this commit.
+    /// The download fetches less if it can resume unfinished files or reuse blobs of other snapshots.
+    /// Leaves out files whose size the hub does not list. For sharded weights, counts only the safetensors files in the
+    /// root directory, because the shard index is not read.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
         names::check_repo(name)?;
@@ -132,7 +135,7 @@ impl Hub {
     }
 
     /// Adds `files` to the snapshot of `commit`. Fetches only the bytes that are missing.
-    /// The caller must hold the lock of `repo`, and passes it as `_lock`.
+    /// `_lock` is the lock of `repo`. Passing it proves that the caller holds the lock.
     pub(in crate::hub) fn fetch_files(
         &self,
         remote: &Remote,
@@ -148,7 +151,7 @@ impl Hub {
         }
         let threads = if requests == 0 { 1 } else { remote.limits().connections.clamp(1, MAX_CONNECTIONS) };
         let files = try_map(&files, threads, |file| WantedFile::new(remote, commit, file.clone()))?;
-        // Files with equal contents are fetched only once.
+        // Count files with equal contents only once, because they are fetched only once.
         let mut etags = HashSet::new();
         let needed_bytes = files
             .iter()
@@ -220,12 +223,12 @@ impl Hub {
     }
 }
 
-/// Returns the text of [`Error::Offline`](crate::error::Error::Offline) for a download.
+/// Returns the first line of the message of [`Error::Offline`](crate::error::Error::Offline) for a download.
 pub(in crate::hub) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns whether the snapshot in `dir` contains `file`, with the size in the listing if the size is known.
+/// Returns whether the snapshot in `dir` contains `file`. If the hub listed the size of the file, it must match.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

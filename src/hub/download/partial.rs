@@ -2,7 +2,7 @@
 //!
 //! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not show which bytes are present.
 //! The record, `blobs/<etag>.parts.json`, lists the byte ranges that are on disk.
-//! The file data is flushed before the record is written, so the record is correct even after a power failure.
+//! The file data is flushed before the record is written, so all listed bytes are on disk even after a power failure.
 #![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]
 
 use std::fs::{self, File};
@@ -20,13 +20,13 @@ use crate::hub::disk::{self, create_dir, with_suffix, write_error};
 
 /// The suffixes of unfinished blobs, of their records, and of corrupt blobs.
 ///
-/// Hugging Face's Python tools leave `.incomplete` files. Over plain HTTP, these tools write files from start to end.
+/// Hugging Face's Python tools leave `.incomplete` files, and usually write a file from start to end.
 /// inferno therefore assumes that an `.incomplete` file has all bytes up to its length.
 /// If a tool wrote the file in another order, as `hf_transfer` does, verification finds the wrong contents,
-/// and the file is fetched again.
+/// and inferno fetches the file again.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
-/// The suffix of a blob with wrong contents, which a repair keeps until the replacement has arrived.
+/// The suffix of a corrupt blob that a repair keeps until the replacement has arrived.
 pub(in crate::hub) const BAD: &str = ".bad";
 
 /// A partially downloaded file, and the byte ranges that are on disk.
@@ -38,7 +38,8 @@ pub(in crate::hub) struct Partial {
     /// Whether file data was discarded or could not be flushed.
     /// If true, pending records that share this flag are not saved.
     ///
-    /// After a failed flush, the flag stays true, because the operating system reports a failed flush only once.
+    /// After a failed flush, the flag stays true even if the file is fetched again from the start,
+    /// because the operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
 }
 
@@ -89,7 +90,8 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the partial file, unless an earlier attempt has left one. Renames an `.incomplete` file of Python tools.
+    /// Creates the partial file, unless an earlier attempt has left one. If the Python tools have left an `.incomplete`
+    /// file, renames it instead.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {
@@ -107,7 +109,7 @@ impl Partial {
             }
         }
         let file = self.open()?;
-        // Truncate a file that is too long. It comes from another download with the same blob name.
+        // Truncate a file that is too long, for example because the hub listed a larger size in an earlier download.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
             file.set_len(self.bytes).map_err(|error| write_error(error, &self.path))?;
         }
@@ -170,7 +172,7 @@ impl Partial {
     /// Clears the record in memory, and keeps every earlier [`PendingRecord`] from being saved.
     pub fn clear(&mut self) {
         self.record = PartsRecord::default();
-        // Keep the flag if a flush has failed, so that no more records are saved.
+        // If a flush has failed, set the new flag too, so that later records are not saved either.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }

@@ -1,7 +1,7 @@
 //! [`Transfer`]: requests one part of a file, checks the response, and writes its body to disk.
 //!
 //! A transfer rejects a response with the wrong range or file size, and never writes outside its part.
-//! If the server ignores ranges, the part becomes the whole file.
+//! If the server keeps ignoring ranges, the part becomes the whole file.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;
@@ -18,10 +18,10 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{counted, library_error, quote};
 
-/// The maximum number of retries after a whole-file response to a range request.
-/// After the next such response, the bytes on disk are discarded.
+/// The maximum number of whole-file responses to range requests that are rejected per file to keep the bytes on disk.
+/// The next such response is accepted, and the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
-/// A transfer is stalled if it receives fewer than this number of bytes in twice the stall timeout.
+/// A transfer fails, and is retried, if it receives fewer than this number of bytes in twice the stall timeout.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// The reason why a transfer ended before its part of the file was complete.
@@ -125,9 +125,10 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Restarts the file if its etag has changed since the first response. Fails if the etag changes a second time.
+    /// Checks that the etag of the file is the same as in the first response. If it has changed, discards all fetched
+    /// bytes and fails with [`Stop::Obsolete`], or with [`Stop::Permanent`] if this is the second change.
     ///
-    /// Does not check a file whose hash is known, because its contents are verified later.
+    /// Accepts any etag for a file whose hash is known, because its contents are verified later.
     fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
         let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());
@@ -151,8 +152,8 @@ impl Transfer<'_, '_> {
         Err(Stop::Obsolete)
     }
 
-    /// Writes a response body to the file, from `position` to the end of the part. Fails if the body ends early.
-    /// Never writes more bytes than the request asked for.
+    /// Writes a response body to the file, from `position` to the end of the part.
+    /// Fails if the body ends early or arrives too slowly. Never writes more bytes than the request asked for.
     fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
             let state = self.download.state();
@@ -197,8 +198,8 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Records that `count` bytes were written. Saves the record to disk if `save_interval` has passed.
-    /// Fails with [`Stop::Obsolete`] if the part is no longer needed.
+    /// Records that `count` bytes were written. Saves the record to disk if the last save was `save_interval` ago.
+    /// Fails if the part is no longer needed, or if the record cannot be saved.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
         let record = {
             let mut state = self.download.state();

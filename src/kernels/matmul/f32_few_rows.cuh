@@ -4,14 +4,13 @@
 #include "headers/common.cuh"
 #include "headers/tf32.cuh"
 
-// The partial sums of one warp for TILES tiles of tokens: [tokens][weight rows], in shared memory.
+// The partial sums of one warp in shared memory: [tokens][weight rows and padding], for TILES tiles of tokens.
 template <int TILES> using PartialSums = float[F32_FEW_ROWS_TOKENS * TILES][F32_FEW_ROWS_STRIDE];
 
 // Computes x·wᵀ for F32_FEW_ROWS_TOKENS · TILES tokens from `first_token` on, and for F32_FEW_ROWS_TILE weight rows
-// from `first_row` on. Each of the F32_FEW_ROWS_WARPS warps of the block adds up a part of the columns, and stores its
-// sums in partial[warp]. The sums of tokens and rows past the last one are undefined. After a __syncthreads(), the
-// block adds up the partial sums in the order of the warps. The result for a token then does not depend on TILES or on
-// other tokens.
+// from `first_row` on. Each of the F32_FEW_ROWS_WARPS warps of the block multiplies a part of the columns, and stores
+// its sums in partial[warp]. The sums of tokens and rows past the last one are undefined. After a __syncthreads(), the
+// caller gets the products from `sum_of_warps`. The result for a token does not depend on TILES or on other tokens.
 //   x: f32 [tokens, columns]; w: f32 [rows, columns]; columns is a multiple of 16
 template <int TILES>
 __device__ __forceinline__ void multiply_few_rows(const float* x, const float* w, int first_token, int tokens,
@@ -20,7 +19,7 @@ __device__ __forceinline__ void multiply_few_rows(const float* x, const float* w
     static_assert(F32_FEW_ROWS_TOKENS == 16, "F32_FEW_ROWS_TOKENS must be 16, because an MMA multiplies 16 tokens");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     // Each warp multiplies every F32_FEW_ROWS_WARPS-th group of 16 columns.
-    // Lane 4g + t holds columns 4t to 4t + 3 of its rows, as multiply_add_pairs expects.
+    // Lane 4g + t holds columns 4t to 4t + 3 of the group for each of its rows, as multiply_add_pairs expects.
     // Past the last token or weight row, a lane reads the last one again.
     // Past the last group, a lane prefetches the last group again, and does not use it.
     const int groups = columns / 16;
@@ -58,7 +57,7 @@ __device__ __forceinline__ void multiply_few_rows(const float* x, const float* w
             }
 }
 
-// Returns the product of a token and a weight row: the sum of the partial sums of all warps.
+// Returns the product of a token and a weight row. Adds the partial sums of all warps in the order of the warps.
 template <int TILES>
 __device__ __forceinline__ float sum_of_warps(const PartialSums<TILES>* partial, int token, int row) {
     float sum = 0.0f;

@@ -1,18 +1,19 @@
 //! Matrix products y = x·Wᵀ. Results are f32, except those of [`matmul_gated`] and some of [`matmul_rounded`],
 //! which have the dtype of x.
-//! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
+//! Callers add biases in f32. Logits stay f32.
 //!
 //! These modules compute products on a GPU, the first two only with [`SumOrder::Fastest`]:
-//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 128 tokens, if the product has one part, if the caller accepts
-//!   several parts (see [`matmul_parts`]), or for logits (see `matmul_best`)
+//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 128 tokens, in [`matmul_parts`], [`matmul_gated`] and
+//!   `matmul_best`, and in [`matmul_f32`] if `dense_wgmma` would not split the product into several parts
 //! - `dense_few_tokens`: f16 and bf16, for 2 to 8 tokens, if `dense_wgmma` does not compute the product
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases
 //!
-//! [`matmul_rounded`] never uses `dense_wgmma` for a product that `dense_few_tokens` does not support.
-//! `cublas_lt` computes such products in f16 and bf16.
 //! candle computes the other f32 products, and all products on a CPU.
 //! The module `quantized` computes products of quantized matrices, and `moe` computes products of experts.
+//!
+//! In [`matmul_rounded`] with [`SumOrder::Fastest`], `cublas_lt` computes all f16 and bf16 products that
+//! `dense_few_tokens` does not support, even if `dense_wgmma` supports them.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
@@ -92,8 +93,8 @@ pub fn matmul_gated(x: &Tensor, w: &Tensor, activation: Activation, sum_order: S
 }
 
 /// Computes the logits x·wᵀ, and candidates for the largest logit of each token (see [`dense_wgmma::matmul_best`]).
-/// Computes nothing and returns false unless `dense_wgmma` supports the product and `sum_order` is
-/// [`SumOrder::Fastest`].
+/// Computes nothing and returns false if `dense_wgmma` does not support the product, if `sum_order` is not
+/// [`SumOrder::Fastest`], or if x has only one token.
 #[cfg(feature = "cuda")]
 pub fn matmul_best(x: &Tensor, w: &Tensor, sum_order: SumOrder, output: &dense_wgmma::LogitsOutput) -> Result<bool> {
     match x.device() {
@@ -109,7 +110,7 @@ pub fn matmul_best(x: &Tensor, w: &Tensor, sum_order: SumOrder, output: &dense_w
     }
 }
 
-/// Computes [`matmul_f32`]. May write the product to `out`, f32 `[tokens, rows]`, and return `out`.
+/// Like [`matmul_f32`], but may write the product to `out`, f32 `[tokens, rows]`, and return `out`.
 /// Only `dense_wgmma` and cuBLASLt with [`SumOrder::Fastest`] write to `out`. Otherwise, returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
@@ -123,8 +124,8 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
         (Device::Cuda(device), _) if f32_few_rows::is_supported(x, w)? => f32_few_rows::matmul_few_rows(device, x, w),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
-        // cuBLASLt computes products with a single token. Such products are rare, because the decode graph uses its own
-        // kernels.
+        // The next two arms leave products with a single token to cuBLASLt, although their kernels support them, too.
+        // Such products are rare, because the decode graph uses its own kernels.
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest)
             if x.dim(0)? > 1
@@ -145,7 +146,7 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
 
 /// Computes x·wᵀ, `[tokens, rows]`, for a caller that rounds the product to the dtype of x.
 /// On a GPU with `SumOrder::Fastest`, cuBLASLt rounds f16 and bf16 products that `dense_few_tokens` does not support.
-/// In all other cases, returns [`matmul_f32`].
+/// In all other cases, the result is the same as that of [`matmul_f32`].
 pub fn matmul_rounded(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = x.device()
@@ -176,7 +177,8 @@ fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
 /// Computes x·wᵀ in groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
 /// All products with one matrix then have the same size, so cuBLAS or cuBLASLt always runs the same algorithm.
-/// The algorithm uses the same summation order for every token of a group. A GPU test checks this property.
+/// The algorithm uses the same summation order for every token of a group.
+/// A GPU test compares the results for one token in two rows of a group.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;

@@ -3,14 +3,14 @@
 #include "matmul/f32_few_rows.cuh"
 #include "moe/routing.cuh"
 
-// A block routes F32_FEW_ROWS_TOKENS · TILES tokens. More tiles per block read the weights fewer times.
+// A block routes F32_FEW_ROWS_TOKENS · TILES tokens. With more tiles per block, fewer blocks read the weights.
 //   x: f32 [tokens, columns]; weight: f32 [experts, columns]; bias: f32 [experts] or null
 //   ids: u32 [tokens, chosen], the chosen experts in descending order of their logits (see Routing::choose_by)
 //   routing_weights: f32 [tokens, chosen], a softmax over the logits of the chosen experts
 //   columns is a multiple of 16; chosen <= experts and chosen <= MAX_CHOSEN_EXPERTS
 //   grid: ceil(tokens / (F32_FEW_ROWS_TOKENS · TILES)); block: 32 · F32_FEW_ROWS_WARPS
-//   dynamic shared memory: F32_FEW_ROWS_TOKENS · TILES · 4 bytes for each of F32_FEW_ROWS_WARPS · F32_FEW_ROWS_STRIDE
-//   partial sums, and for each expert, with the number of experts rounded up to a multiple of F32_FEW_ROWS_TILE
+//   dynamic shared memory: the PartialSums<TILES> of F32_FEW_ROWS_WARPS warps, then the logits of the block's tokens:
+//     f32 [F32_FEW_ROWS_TOKENS · TILES][experts, rounded up to a multiple of F32_FEW_ROWS_TILE]
 //   bytes moved: x once per F32_FEW_ROWS_TILE experts and weight once per block, mostly from L2; the results once
 template <int TILES>
 __device__ void choose_experts(const float* x, const float* weight, const float* bias, uint32_t* ids,

@@ -1,4 +1,4 @@
-//! Chooses experts for each token on a GPU, from router logits that it computes itself (`choose_experts.cu`).
+//! Computes the router logits and chooses the experts of each token in a single kernel (`choose_experts.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
@@ -9,14 +9,15 @@ use crate::kernels::matmul::f32_few_rows;
 use crate::kernels::scratch;
 
 /// The maximum number of experts for which a block routes two tiles of tokens.
-/// The logits of two tiles must fit in the shared memory of every GPU, which is 99 KB on some GPUs.
+/// The partial sums and logits of two tiles must fit in the shared memory of a block, which is 99 KB on some GPUs.
 const MAX_EXPERTS_OF_TWO_TILES: usize = 128;
 
-/// Returns whether [`choose_experts`] supports a router with the weights `weight` and the inputs `x`, and is the fastest
-/// way to choose experts.
+/// Returns whether [`choose_experts`] supports a router with the weights `weight` and the inputs `x`,
+/// and is faster than separate kernels that compute logits and choose experts.
 ///
 /// A block computes the logits of a tile of tokens for all experts, one tile of experts after another.
-/// If the multiprocessors then have fewer tiles to compute at the same time, separate kernels are faster.
+/// In `f32_few_rows`, each tile of experts has blocks of its own.
+/// Separate kernels are faster if the busiest multiprocessor then computes fewer tiles.
 pub(super) fn is_fastest(device: &CudaDevice, x: &Tensor, weight: &Tensor) -> Result<bool> {
     let multiprocessors = multiprocessors(device)?;
     let token_tiles = x.dim(0)?.div_ceil(F32_FEW_ROWS_TOKENS);
@@ -50,7 +51,7 @@ pub(super) fn choose_experts(
         .int(columns)
         .int(experts)
         .int(chosen);
-    // Two tiles per block are faster if all blocks with one tile would not run at the same time.
+    // With more tiles of tokens than multiprocessors, two tiles per block are faster.
     let has_more_tiles = tokens > F32_FEW_ROWS_TOKENS * multiprocessors(device)?;
     let tiles = if has_more_tiles && experts <= MAX_EXPERTS_OF_TWO_TILES { 2 } else { 1 };
     let tokens_of_block = tiles * F32_FEW_ROWS_TOKENS;

@@ -8,7 +8,7 @@ use crate::kernels::unsupported;
 
 /// Returns the sum of `routing_weights[t, c] · y[t, c]` over c as f32 `[tokens, columns]`.
 ///
-/// - y: `[tokens, chosen, columns]`
+/// - y: f32, f16 or bf16 `[tokens, chosen, columns]`
 /// - routing_weights: f32 `[tokens, chosen]`
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {

@@ -1,7 +1,7 @@
 // Packs E2M1 values of two weight rows into two words, so that few instructions convert the values for tensor cores.
 //
 // With g = lane / 4 and t = lane % 4, a lane of an MMA with 16 rows holds values of rows g and g + 8.
-// Together, the words `low` and `high` hold the values 8t .. 8t + 7 of one block of each row.
+// Together, the words `low` and `high` hold the values 8t .. 8t + 7 of one MXFP4 block (32 values) of each row.
 // An *item* is two neighboring values of a row. An unpacked item is a word.
 // Its low half is the value of the even column, and its high half is the value of the odd column.
 // In each half, bit 15 is the sign, and bits 8..6 are the magnitude. E2M1_BITS selects these bits.
@@ -53,7 +53,7 @@ template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uin
     }
 }
 
-// A kernel that multiplies items as bf16 values, and scales only the sums, must multiply x by E2M1_X_FACTOR.
+// A kernel that multiplies bf16 items by x, and scales only the sums, must first multiply x by E2M1_X_FACTOR.
 // The items are E2M1 values times 2^-126. With E2M1_X_FACTOR, their products with x are normal f32 numbers.
 // Multiplying the sums by E2M1_UNIT cancels the factors 2^-126 and E2M1_X_FACTOR.
 constexpr float E2M1_X_FACTOR = 0x1p100f, E2M1_UNIT = 0x1p26f;

@@ -1,4 +1,4 @@
-// The products of routed experts with MXFP4 weights, for few (token, expert) pairs per expert, as in decode steps.
+// The products of routed experts with MXFP4 weights, for few (token, expert) pairs per expert, as in small batches.
 //
 //   x [tokens, hidden] -> expert_few_pairs_gate_up -> h [pairs, intermediate]
 //   -> expert_few_pairs_down -> y [pairs, hidden]
@@ -6,13 +6,13 @@
 // mxfp4_tiles.cuh describes the layout of weights and h. The rows of y are in the original order of the pairs.
 //
 // With few pairs per expert, reading and unpacking the weights takes longer than the MMAs.
-// Each warp therefore reads its share of the weights directly into registers.
-// A warp unpacks each weight only once for all pairs of a tile.
+// Each warp therefore reads its share of the weights directly into registers, and unpacks each weight only once for all
+// pairs of a tile.
 // With few pairs, mma.sync needs fewer cycles per weight than wgmma, so both kernels use only mma.sync.
 //
 // A row pair is two row tiles (32 weight rows).
-// Each tile of (token, expert) pairs needs all row pairs of its expert. The thread blocks divide this work evenly.
-// For each tile, a block divides its part of the tile's row pairs evenly among its warps.
+// A unit of work multiplies a tile of (token, expert) pairs by one row pair of its expert.
+// The thread blocks divide all units evenly. For each tile, a block divides its row pairs evenly among its warps.
 // The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares of the warps depend on the routing of all tokens, and the order of the additions depends on the shares.
@@ -67,7 +67,7 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] = 0.0f;
 }
 
-// With one column of MMAs (N = 1), scaling the sums of an MXFP4 block takes fewer instructions than scaling weights.
+// With up to 8 pairs (N = 1), scaling the sums of an MXFP4 block takes fewer instructions than scaling its weights.
 // Unscaled weights keep the factor of convert_items: 2^-126 in bf16, 2^-14 in f16.
 // x and h are multiplied by X_FACTOR, so that their products with unscaled weights are normal f32 numbers.
 // Multiplying the sums by UNIT cancels X_FACTOR and, for unscaled weights, the factor of convert_items.
@@ -80,7 +80,7 @@ template <> struct Factors<__half> {
 };
 template <typename T, int N> constexpr float UNIT = N == 1 ? Factors<T>::UNSCALED_UNIT : Factors<T>::SCALED_UNIT;
 
-// Multiplies the weights of one column tile by 8 · N rows of x in shared memory.
+// Multiplies the weights of one column tile by 8 · N rows of x or h in shared memory, and adds the products to `sums`.
 // `x_low` and `x_high` are this lane's ldmatrix row addresses for the first and second block of 32 columns.
 template <typename T, int N>
 __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2], const uint32_t (&scales)[2],
@@ -148,7 +148,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
-    // 1. Load the first weights. For down, `load_x` then waits for the previous kernel and starts copying rows of h.
+    // 1. Load the first weights before `load_x`, which for down waits for the previous kernel.
     uint4 words[STEPS][2];
     uint32_t scales[STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
         }
     }
 
-    // 3. Add the partial sums of later warps to the row pair that this warp started.
+    // 3. If this warp started a row pair that later warps continued, add their partial sums and store the results.
     __syncthreads();
     if (!is_open) return;
     for (int other = warp + 1; other < WARPS && begin(other) < (row_pair - first + 1) * groups; ++other) {
@@ -208,8 +208,8 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
 }
 
-// Reads the tile's rows of x for gate_up, f32 [tokens, columns]. Stores x · X_FACTOR in shared memory as T, in fragment
-// order.
+// For gate_up: reads the tile's rows of x, f32 [tokens, columns], and stores x · X_FACTOR in shared memory as T, in
+// fragment order.
 template <typename T>
 __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const OutputTile& tile, int columns,
                                        int steps, int chosen, int padded_pairs, unsigned char* shared) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const
     }
 }
 
-// Starts copying the tile's rows of h, the tiled input of down.
+// For down: starts copying the tile's rows of tiled h to shared memory.
 template <typename T>
 __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const OutputTile& tile, int, int steps, int,
                                        int padded_pairs, unsigned char* shared) {
@@ -237,10 +237,10 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Out
 
 // Computes gate_up or down for the pairs of all experts.
 //   grid: one block per multiprocessor; block: EXPERT_FEW_PAIRS_THREADS
-//   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
+//   shared memory: x or h [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
 //   max_pairs: 8, 16 or 24; an expert with more pairs has several tiles
-//   bytes moved: an expert's weights once per tile of pairs; the output once; a tile's x once per block that has row
-//     pairs of the tile, mostly from L2
+//   bytes moved: an expert's weights once per tile of pairs; the output once; a tile's x or h once per block that has
+//     row pairs of the tile, mostly from L2
 template <typename T, bool GATE_UP, typename X>
 __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* x, const uint32_t* offsets, int experts,
                                  int chosen, int max_pairs) {
@@ -255,7 +255,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         pdl_launch_dependents();
     }
 
-    // 1. Find the row pairs of this block. Each tile of (token, expert) pairs needs all row pairs of its expert.
+    // 1. Find this block's units of work.
     int total = 0;
     for (int base = 0; base < experts; base += 32) {
         const int expert = base + threadIdx.x % 32;

@@ -15,7 +15,7 @@ pub(super) struct FewPairsKernel {
 }
 
 impl FewPairsKernel {
-    /// Chooses the largest tile that fits in the shared memory of the GPU.
+    /// Chooses the largest tile for which a thread block has enough shared memory on this GPU.
     /// Returns `None` if no tile fits, or if the kernels do not support the sizes of the experts.
     pub fn choose(device: &CudaDevice, hidden: usize, intermediate: usize) -> Result<Option<Self>> {
         let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_STEPS;

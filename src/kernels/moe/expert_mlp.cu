@@ -1,6 +1,6 @@
 // The MLP of routed experts with MXFP4 weights.
 // With few pairs per expert, expert_few_pairs.cu usually computes the products instead (see moe/mod.rs).
-// The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
+// The matrix products run on tensor cores. Weights stay packed in shared memory, and warps unpack them in registers.
 //
 //   x [tokens, hidden] -> spread_tokens -> expert_gate_up -> h [pairs, intermediate]
 //   h -> expert_down -> y [pairs, hidden]
@@ -24,7 +24,7 @@
 //   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
 //   grid.x · block: at least one warp per token; grid.y: the number of warps that share the columns of a token
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
-// The kernel loads x before it waits for the previous kernel.
+// The kernel starts loading x before it waits for the previous kernel.
 // The caller guarantees that a kernel before the previous kernel computed x, so x is complete when this kernel starts
 // (see pdl.cuh).
 template <typename T>
@@ -55,7 +55,7 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
         store(base + lane, fragment_segment<T>(from, base + lane, columns));
 }
 
-// Loads or stores segment `index`: the columns 8 · index to 8 · index + 7. T is f16, bf16 or f32.
+// Loads or stores segment `index`: elements 8 · index to 8 · index + 7. T is f16, bf16 or f32.
 __device__ __forceinline__ void load_segment(const float* from, size_t index, float2 (&v)[4]) {
     const float4* quads = reinterpret_cast<const float4*>(from) + 2 * index;
     const float4 low = quads[0], high = quads[1];

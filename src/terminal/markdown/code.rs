@@ -51,7 +51,8 @@ impl Highlighter {
         Self { state: syntax.map(|syntax| (ParseState::new(syntax), ScopeStack::new())) }
     }
 
-    /// Highlights the next line. `text` must not include the line break.
+    /// Highlights the next line, which must not include its line break.
+    /// Lines of unknown languages and lines over `MAX_LINE_BYTES` stay plain.
     pub fn highlight(&mut self, text: &str) -> StyledLine {
         // Drop control characters before parsing, so that the parser's offsets match the displayed text.
         let text = crate::text::without_controls(text).replace('\n', "");

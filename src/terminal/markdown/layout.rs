@@ -118,7 +118,7 @@ impl<'a> Layout<'a> {
         lines
     }
 
-    /// Consumes events up to and including the end event of the current block, list item, table cell or inline tag.
+    /// Consumes events up to and including the end event of the innermost open tag.
     fn skip_to_end(&mut self) {
         let mut depth = 0;
         for event in self.events.by_ref() {

@@ -18,7 +18,7 @@ use code::Highlighter;
 /// The open block is parsed again after each new line, and parsing must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// The minimum time between two passes that highlight an incomplete line of code.
+/// The minimum time between two passes that highlight the same incomplete line of code.
 /// Each pass highlights the whole line again.
 const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
@@ -48,12 +48,12 @@ struct OpenCode {
 }
 
 impl Markdown {
-    /// Creates a formatter for a window that is `columns` wide.
+    /// Creates a formatter that wraps text to `columns`.
     pub fn new(columns: usize) -> Self {
         Self { columns, open: String::new(), line: String::new(), code: None, list: None, has_content: false }
     }
 
-    /// Sets the window width for all later lines.
+    /// Sets the width to which later lines are wrapped.
     pub fn resize(&mut self, columns: usize) {
         self.columns = columns;
     }
@@ -70,7 +70,8 @@ impl Markdown {
         finished
     }
 
-    /// Lays out the part of the open block that has arrived so far.
+    /// Lays out the part of the open block that has arrived so far, except text whose meaning is still ambiguous.
+    /// In a code block, only the incomplete line is open.
     pub fn open(&mut self) -> Vec<StyledLine> {
         if let Some(code) = &mut self.code {
             let closing = self.line.trim_start().bytes().all(|byte| byte == code.fence);
@@ -118,7 +119,8 @@ impl Markdown {
     }
 
     /// Finishes all blocks in `open` except the last block.
-    /// If the last block is a list, finishes all items of the list except the last item.
+    /// Also finishes a part of the last block: all items of a list except the last item, or the opening fence of a code
+    /// block. Finishes any other block of at least [`MAX_BLOCK_BYTES`].
     fn finish_blocks(&mut self, finished: &mut Vec<StyledLine>) {
         let blocks = top_level_blocks(&self.open);
         let mut taken = 0;
@@ -169,7 +171,8 @@ impl Markdown {
         self.open.clear();
     }
 
-    /// Lays out `source`, the open block or a part of it. Adds a blank line before the block if needed.
+    /// Lays out `source`, the open block or a part of it.
+    /// Adds a blank line before the block, unless the block is the first one or continues a list.
     fn lay_out(&self, source: &str) -> Vec<StyledLine> {
         let mut lines = layout::layout(source, self.columns, self.list.flatten());
         if !lines.is_empty() && self.has_content && self.list.is_none() {
@@ -272,7 +275,8 @@ fn shown_part(line: &str) -> &str {
     if line.chars().all(undecided) { "" } else { line }
 }
 
-/// Closes code and bold marks that are still open, so that `**bo` is bold before the closing mark arrives.
+/// Closes the code or bold marks that are still open in the last paragraph, so that `**bo` is bold before the closing
+/// mark arrives.
 fn with_marks_closed(source: &str) -> String {
     let fences = source.lines().filter(|line| line.trim_start().starts_with("```")).count();
     if fences % 2 == 1 {

@@ -164,7 +164,7 @@ fn one_of_several_models_is_chosen_by_name() {
     };
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
-    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file, only 'README.md'"]);
+    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF model, only 'README.md'"]);
     // The error for a missing model suggests `show --remote` and `download`.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name:Q2_K"];
     assert_fails(&crate::support::program::run(&["show", "org/name:Q2_K"]), 3, &hints);
