@@ -1,5 +1,7 @@
 //! Compiles grammars with llguidance, within limits.
 
+use std::collections::HashSet;
+use std::iter;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -114,13 +116,8 @@ impl GrammarCompiler {
     }
 
     fn compile_anew(&self, grammar: &Grammar) -> Result<Matcher> {
-        if let GrammarKind::JsonSchema(schema) = &grammar.kind
-            && optional_pairs(schema) > MAX_OPTIONAL.pow(2)
-        {
-            return Err(invalid(
-                &grammar.name,
-                &format!("too many optional properties: up to {MAX_OPTIONAL} in one object, fewer in each of several"),
-            ));
+        if let GrammarKind::JsonSchema(schema) = &grammar.kind {
+            check_optional(&grammar.name, iter::once(schema))?;
         }
         let top_level = match &grammar.kind {
             GrammarKind::JsonSchema(schema) => TopLevelGrammar::from_json_schema(with_options(schema)),
@@ -175,13 +172,24 @@ fn optional_pairs(schema: &Value) -> usize {
         Value::Object(fields) => fields,
         _ => return 0,
     };
-    let count = |name: &str| match fields.get(name) {
-        Some(Value::Object(properties)) => properties.len(),
-        Some(Value::Array(names)) => names.len(),
+    let required: HashSet<&str> = match fields.get("required") {
+        Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
+        _ => HashSet::new(),
+    };
+    let optional = match fields.get("properties") {
+        Some(Value::Object(properties)) => properties.keys().filter(|name| !required.contains(name.as_str())).count(),
         _ => 0,
     };
-    let optional = count("properties").saturating_sub(count("required"));
     fields.values().map(optional_pairs).sum::<usize>() + optional.pow(2)
+}
+
+/// Fails if the schemas together have too many optional properties. `name` is the part of the request at fault.
+pub fn check_optional<'s>(name: &str, schemas: impl Iterator<Item = &'s Value>) -> Result<()> {
+    if schemas.map(optional_pairs).sum::<usize>() <= MAX_OPTIONAL.pow(2) {
+        return Ok(());
+    }
+    let problem = format!("too many optional properties: up to {MAX_OPTIONAL} in one object, fewer in each of several");
+    Err(invalid(name, &problem))
 }
 
 /// Returns an [`Error::InvalidConstraint`] for `name`, the part of the request at fault.

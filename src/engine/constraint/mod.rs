@@ -51,6 +51,16 @@ pub struct ToolGrammar {
     pub arguments: Option<Grammar>,
 }
 
+impl ToolGrammar {
+    /// Returns the JSON schema of the arguments, if they have one.
+    fn schema(&self) -> Option<&Value> {
+        match &self.arguments.as_ref()?.kind {
+            GrammarKind::JsonSchema(schema) => Some(schema),
+            _ => None,
+        }
+    }
+}
+
 /// A grammar with a name for error messages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Grammar {

@@ -9,7 +9,7 @@ use std::fmt::Write;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::compiler::{invalid, lark_string, with_options};
+use super::compiler::{check_optional, invalid, lark_string, with_options};
 use super::context::ConstrainedRequest;
 use super::plan::{AnswerPart, END, Free, PartId, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
@@ -58,9 +58,11 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<AnswerPa
     let mut parts = vec![AnswerPart::End, start, AnswerPart::Free(reasoning), answer(to_tool.clone())?];
     if let Some(tags) = tags {
         // Compile the grammar of each tool on its own first, so that an error names the tool.
+        // All tools together are one grammar, so the limit of optional properties also holds for all of them.
         for arguments in constraint.tools.iter().filter_map(|tool| tool.arguments.as_ref()) {
             request.compiler.compile(arguments)?;
         }
+        check_optional("tools", constraint.tools.iter().filter_map(ToolGrammar::schema))?;
         let after = if constraint.can_call_in_parallel { to_tool.clone() } else { Vec::new() };
         parts.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), vec![(tags.close, AFTER_TOOL)])?);
         parts.push(if constraint.is_required() {
@@ -127,11 +129,7 @@ fn tool_calls(tools: &[ToolGrammar]) -> Grammar {
     for (index, tool) in tools.iter().enumerate() {
         let head = format!("\n{{\"name\": {}, \"arguments\": ", json!(tool.name));
         let _ = writeln!(lark, "call{index}: {} arguments{index} {}", lark_string(&head), lark_string("}\n"));
-        let schema = match tool.arguments.as_ref().map(|arguments| &arguments.kind) {
-            Some(GrammarKind::JsonSchema(schema)) => schema.clone(),
-            _ => json!({ "type": "object" }),
-        };
-        let schema: Value = with_options(&schema);
+        let schema = with_options(tool.schema().unwrap_or(&json!({ "type": "object" })));
         let _ = writeln!(lark, "arguments{index}: %json {schema}");
     }
     let named = tools.iter().find_map(|tool| tool.arguments.as_ref());

@@ -190,6 +190,13 @@ fn objects_with_many_optional_properties_are_refused() {
     let refusal = |schema| submit(schema).unwrap_err().to_string();
     assert!(refusal(schema(1001, 0)).contains("up to 1000 in one object"));
     assert!(refusal(json!({ "anyOf": [schema(800, 0), schema(700, 5)] })).contains("optional properties"));
+    // A name counts once in `required`, and only if it is the name of a property.
+    let mut repeated = schema(1002, 0);
+    repeated["required"] = vec!["optional1"; 2000].into();
+    assert!(refusal(repeated).contains("up to 1000 in one object"));
+    let mut unknown = schema(1001, 0);
+    unknown["required"] = (0..2000).map(|index| format!("other{index}")).collect();
+    assert!(refusal(unknown).contains("up to 1000 in one object"));
     // A property that is named `properties` is not mistaken for the schema keyword `properties`.
     submit(json!({ "type": "object", "properties": { "properties": { "const": 1 } } })).unwrap();
 }
