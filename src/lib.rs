@@ -16,7 +16,7 @@
 //! - `chosen`: experts selected per token
 //! - `pairs`: number of (token, expert) pairs, equal to tokens · chosen
 //! - `out`, `in`: output and input size of a linear layer
-//! - `rows`, `columns`: the numbers of rows and columns of any other matrix
+//! - `rows`, `columns`: numbers of rows and columns for which no name above fits
 //!
 //! In CUDA comments, `T` is the element type that a kernel is compiled for.
 

@@ -13,7 +13,7 @@ const QUOTED_CHARACTERS: usize = 80;
 const LIBRARY_CHARACTERS: usize = 300;
 
 /// The maximum number of characters of an error message that [`error_message`] shows.
-/// Only messages that list many models or contain long untrusted strings would be longer.
+/// A message can be longer if it lists many models or contains a long untrusted string.
 const MESSAGE_CHARACTERS: usize = 4000;
 
 /// Removes control characters and bidirectional embeddings, overrides and isolates from a text.
@@ -86,7 +86,7 @@ pub fn excerpt(untrusted: &str) -> String {
 
 /// Escapes control characters and invisible characters in a name, including newlines and tabs.
 ///
-/// Does not shorten the name, because the user may type or copy the name.
+/// Does not shorten the name, because the user may type or copy it.
 pub fn escaped(name: &str) -> String {
     let mut out = String::new();
     name.chars().for_each(|c| push_visible(&mut out, c));
@@ -116,7 +116,8 @@ fn push_visible(out: &mut String, c: char) {
     }
 }
 
-/// Returns whether a character looks empty, changes the text direction, or breaks lines.
+/// Returns whether a character is ignorable by default in Unicode, such as a zero-width or bidirectional control, or
+/// is a line separator, paragraph separator or interlinear annotation mark.
 /// Returns false for the variation selectors U+FE00 to U+FE0F, because they are part of common emoji.
 fn is_invisible(c: char) -> bool {
     matches!(c,
@@ -166,7 +167,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Formats a count and the noun that it counts, such as `1 file` or `3 files`. `noun` is the singular.
+/// Formats a count and the noun that it counts, such as `1 file` or `3 files`. The plural is `noun` plus `s`.
 pub fn counted<N: Display + PartialEq + From<u8>>(count: N, noun: &str) -> String {
     let ending = if count == N::from(1) { "" } else { "s" };
     format!("{count} {noun}{ending}")
@@ -186,7 +187,7 @@ pub fn short_commit(commit: &str) -> String {
     commit.chars().take(7).collect()
 }
 
-/// Returns the message of an error and its causes, formatted for display.
+/// Returns the message of an error and its causes, with CUDA errors as in [`plain_cuda_errors`].
 /// Omits the middle of a message with more than 4000 characters.
 pub fn error_message(error: &anyhow::Error) -> String {
     let message = plain_cuda_errors(&format!("{error:#}"));

@@ -78,7 +78,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     pdl_wait();
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
-        // Past the last element, a thread loads the last one again, because a branch would wait for earlier loads.
+        // Past the last element, a thread loads the last one again. With a branch, it would wait for the earlier loads.
         const int i = min(threadIdx.x + h * THREADS, count - 1);
         held[h] = load<WIDTH>(x + i * WIDTH);
         if (y) other[h] = load_y(i);
@@ -103,7 +103,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     }
     for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) {
         Elements<WIDTH> e = load<WIDTH>(x + i * WIDTH);
-        // If y_bias is null, `add_y` ignores its third argument, so any valid address is allowed.
+        // If y_bias is null, `add_y` ignores the loaded bias, so the load may read any valid address.
         if (y) add_y(e, load_y(i), load<WIDTH>((y_bias ? y_bias : weight) + i * WIDTH), i);
         accumulate(e);
     }

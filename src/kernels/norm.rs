@@ -9,7 +9,7 @@ use crate::kernels::{elements, to_f32};
 /// The addend y of [`add_norm`], such as the output of attention.
 #[derive(Clone, Copy)]
 pub struct Addend<'t> {
-    /// At most `MAX_PRODUCT_PARTS` parts whose sum is y without its bias: f32 `[parts, tokens, hidden]`.
+    /// 1 to `MAX_PRODUCT_PARTS` parts whose sum is y without its bias: f32 `[parts, tokens, hidden]`.
     pub parts: &'t Tensor,
     /// A bias to add to every row of y, such as the bias of `o_proj`: f32 `[hidden]`.
     pub bias: Option<&'t Tensor>,

@@ -1,6 +1,6 @@
 //! The parts of a model besides its config and its weights: tokenizer, chat format, stop tokens and sampling defaults.
 //!
-//! Loading reads the tokenizer and the config files, or the metadata of a GGUF file, but no weights.
+//! These parts are loaded without reading the weights.
 
 mod gguf;
 mod stop_ids;
@@ -20,14 +20,14 @@ use gguf::GgufLanguage;
 /// The tokenizer, chat format, stop tokens and sampling defaults of one model.
 pub struct Language {
     pub tokenizer: Tokenizer,
-    /// The chat format. `None` for a base model, which only continues text.
+    /// `None` for a model without a chat format, such as most base models.
     pub chat: Option<ChatFormat>,
     /// The JSON in generation_config.json, or null if this file is absent.
-    /// For a GGUF file, an object with the equivalent metadata, in which absent fields are null.
+    /// For a GGUF file, the result of [`GgufCheckpoint::generation_config`].
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
-    /// Renders conversations instead of `chat`, for example in another process. `chat` must still be set.
+    /// Renders conversations in place of `chat`, for example in another process. Unused if `chat` is `None`.
     renderer: Option<Box<dyn Render>>,
 }
 
@@ -66,7 +66,7 @@ impl Language {
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
-    /// Loads the tokenizer, chat format, stop tokens and sampling defaults from the JSON files of a snapshot.
+    /// Loads the tokenizer, chat format, stop tokens and sampling defaults from the files of a snapshot.
     fn from_files(dir: &Path) -> Result<Self> {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat = ChatFormat::load(dir, &tokenizer)?;
@@ -85,7 +85,7 @@ impl Language {
         &self.stop_ids
     }
 
-    /// Renders a conversation to token ids. Fails for a base model, even with a renderer.
+    /// Renders a conversation to token ids. Fails if the model has no chat format, even with a renderer.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let chat_format = self.chat_format()?;
         match &self.renderer {
@@ -94,7 +94,7 @@ impl Language {
         }
     }
 
-    /// Returns the chat format. Fails for a base model, which has no chat format.
+    /// Returns the chat format, or an error if the model has none.
     pub fn chat_format(&self) -> Result<&ChatFormat> {
         match &self.chat {
             Some(chat) => Ok(chat),

@@ -51,9 +51,10 @@ pub(super) enum LayerType {
     FullAttention,
 }
 
-/// Parses a family's config.json. An absent field gets its value from `defaults`, the family's defaults as in
-/// transformers, or else from `fallback`. A field that is `null` does not get a default.
-/// Fails if the weights are MXFP4, which only gpt-oss supports.
+/// Parses config.json. `defaults` has the family's values for absent fields, as in transformers.
+/// `tie_word_embeddings`, `rms_norm_eps` and `rope_theta` always have a default. A `null` does not count as absent.
+///
+/// Fails if a field is invalid or a required field is absent, or if the weights are MXFP4, which only gpt-oss supports.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
         bail!("quantization 'mxfp4' is not supported for {family}");
@@ -76,7 +77,7 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
         Err(error) => error,
     };
     if error.starts_with("missing field") {
-        // The error names the field.
+        // This error already names the field.
         bail!("{error}");
     }
     // serde does not name an invalid field. Find the first field whose removal changes the error.
@@ -200,8 +201,8 @@ impl CommonConfig {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the layer's sliding window, if any. `layer_types` decides which layers have a sliding window.
-    /// Without `layer_types`, `is_sliding` decides.
+    /// Returns the sliding window of a layer, or `None` for full attention.
+    /// If config.json has no `layer_types`, `is_sliding` determines which layers have a sliding window.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,

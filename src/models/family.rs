@@ -11,9 +11,9 @@ use crate::weights::{TensorTable, Weights};
 pub struct Family {
     /// The `model_type` in config.json.
     pub model_type: &'static str,
-    /// The name in `architectures` of config.json, which identifies the family if config.json has no `model_type`.
+    /// The first entry of `architectures` in config.json. Identifies the family if config.json has no `model_type`.
     pub architecture: &'static str,
-    /// What a model does with each tensor of its checkpoint.
+    /// How the tensors of a checkpoint are stored, kept in memory and divided among ranks.
     /// The table must agree with the tensors that [`Architecture::build`] loads.
     pub tensors: TensorTable,
     /// Parses and validates config.json.
@@ -28,9 +28,10 @@ pub trait Architecture: Send + Sync {
     /// Returns the longest context that the model supports.
     fn max_position_embeddings(&self) -> usize;
 
-    /// Returns the longest context that may be the default. Longer contexts are opt-in.
-    /// In Phi-3 models with LongRoPE, this is the longest context that uses the short factors.
-    /// Otherwise, this is `max_position_embeddings`. The engine may choose a shorter default.
+    /// Returns the upper limit of the default context. The engine may choose a shorter default.
+    ///
+    /// The limit is `max_position_embeddings`, except in Phi-3 models with LongRoPE: there, it is the longest context
+    /// that uses the short factors, so the long factors are opt-in.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }
@@ -38,9 +39,8 @@ pub trait Architecture: Send + Sync {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns the intermediate size of an MLP: `intermediate_size` in config.json.
-    /// In GPT-2, returns `n_inner`, or 4 · `n_embd` if config.json has no `n_inner`.
-    /// In Mixtral and gpt-oss, returns the intermediate size of one expert.
+    /// Returns `intermediate_size` in config.json: the intermediate size of a dense MLP, or in Mixtral and gpt-oss
+    /// of one expert. For GPT-2, returns `n_inner`, or 4 · `n_embd` if config.json has no `n_inner`.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

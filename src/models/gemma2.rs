@@ -30,14 +30,14 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The norms that Gemma has in addition to the norms of the standard decoder.
+/// The norms that Gemma 2 and Gemma 3 have in addition to the norms of the standard decoder.
 pub(super) const NORMS: &[TensorRow] = &[
     tensor("pre_feedforward_layernorm", Group::Norms, F32, Whole),
     tensor("post_feedforward_layernorm", Group::Norms, F32, Whole),
 ];
 
-/// Gemma's tensor names. Unlike in Llama, `post_attention_layernorm` is the norm of the attention output,
-/// and `pre_feedforward_layernorm` is the norm before the MLP.
+/// The tensor names of Gemma 2 and Gemma 3. Unlike in Llama, `post_attention_layernorm` is the norm of the attention
+/// output, and `pre_feedforward_layernorm` is the norm before the MLP.
 pub(super) const NAMES: DecoderNames = DecoderNames {
     mlp_norm: "pre_feedforward_layernorm",
     post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -69,9 +69,8 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Returns the parts of the decoder config that Gemma 2 and Gemma 3 share.
-///
-/// The norms are [`NormKind::RmsOffByOne`]. Gemma multiplies embeddings by sqrt(hidden_size).
+/// Returns a decoder config with the options that Gemma 2 and Gemma 3 share: the tensor names, norms of the kind
+/// [`NormKind::RmsOffByOne`], and embeddings that are multiplied by sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,
     weights: &Weights,

@@ -41,7 +41,7 @@ pub const MULTIMODAL: Family = Family {
     read: read_multimodal,
 };
 
-/// The prefixes of tensor names in text-only checkpoints, in multimodal checkpoints,
+/// The prefixes of tensor names in text-only checkpoints, in older multimodal checkpoints,
 /// and in multimodal checkpoints that transformers 5 saved.
 const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
@@ -83,9 +83,8 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
     read(text)
 }
 
-/// Splits the RoPE fields into two RoPE configs.
-/// The top-level fields keep the config of full-attention layers.
-/// `sliding_rope` gets the config of sliding-window layers.
+/// Splits the RoPE fields into two RoPE configs: the top-level fields keep the config of full-attention layers,
+/// and `sliding_rope` gets the config of sliding-window layers.
 ///
 /// Newer files have a `rope_parameters` object with one entry per layer type.
 /// Older files have the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.

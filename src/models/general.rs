@@ -1,6 +1,6 @@
 //! The usual tensor names of Hugging Face checkpoints.
 //!
-//! `inferno show` describes checkpoints of unsupported or unknown architectures with this table. No family uses it.
+//! `inferno show` uses this table for checkpoints of unsupported or unknown architectures. No family uses it.
 
 use crate::weights::TensorTable;
 use crate::weights::tensor_table::{

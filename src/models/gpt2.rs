@@ -1,6 +1,7 @@
 //! GPT-2 (Radford et al., 2019; transformers `modeling_gpt2.py`).
 //!
-//! GPT-2 has learned position embeddings, LayerNorm, an MLP without a gate, and matrices that are stored transposed.
+//! GPT-2 has learned position embeddings, LayerNorm, and an MLP without a gate.
+//! The matrices of attention and of the MLP are stored transposed.
 
 use anyhow::{Result, bail};
 use candle_nn::Activation;
@@ -38,7 +39,8 @@ const TENSORS: &[TensorRow] = &[
     tensor("mlp.c_proj", Group::Mlp, Transposed, Columns(Intermediate)),
     tensor("ln_f", Group::Norms, F32, Whole),
     tensor("lm_head", Group::Head, Matrix, Rows(Vocabulary)),
-    // Some checkpoints contain the causal mask of each layer, and the score of masked positions. inferno needs neither.
+    // In some checkpoints, each layer has the causal mask (`bias`) and the score of masked positions (`masked_bias`).
+    // inferno needs neither.
     tensor("attn.bias", Group::Attention, Unloaded, Whole),
     tensor("attn.masked_bias", Group::Attention, Unloaded, Whole),
 ];

@@ -86,7 +86,7 @@ fn default_attention_bias() -> bool {
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    // OpenAI's files have both `num_experts_per_tok` and its alias `experts_per_token`. serde rejects such a duplicate.
+    // OpenAI's files have both `num_experts_per_tok` and its alias `experts_per_token`. serde does not accept both.
     if let Some(fields) = json.as_object_mut().filter(|fields| fields.contains_key("num_experts_per_tok")) {
         fields.remove("experts_per_token");
     }

@@ -1,4 +1,4 @@
-//! Llama 2 through 3.3, TinyLlama, DeepSeek-R1-Distill-Llama, and other `LlamaForCausalLM` models.
+//! Llama 2 through 3.3 (text models), TinyLlama, DeepSeek-R1-Distill-Llama, and other `LlamaForCausalLM` models.
 //!
 //! Source: arXiv 2302.13971, 2407.21783; transformers `modeling_llama.py`.
 

@@ -1,7 +1,7 @@
 //! Mistral 7B, Nemo, Small, and other `MistralForCausalLM` models.
 //!
-//! The layers are the same as in Llama.
-//! In Mistral 7B v0.1, all layers have a sliding window. Later versions have no sliding window.
+//! The layers are the same as in Llama, except that config.json can give all layers a sliding window.
+//! Mistral 7B v0.1 has a sliding window; v0.2 and v0.3 have none.
 //!
 //! Source: arXiv 2310.06825; transformers `modeling_mistral.py`.
 

@@ -28,7 +28,7 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The router, and the experts of checkpoints that do not stack them.
+/// The router, and the experts of checkpoints that store the matrices of each expert separately.
 const EXPERTS: &[TensorRow] = &[
     tensor("block_sparse_moe.gate", Group::Mlp, F32, Whole),
     tensor("mlp.gate", Group::Mlp, F32, Whole),
@@ -84,7 +84,7 @@ impl StandardDecoder for Config {
 
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = Attention::load(&weights.at("self_attn"), self.common.attention(layer.spec), layer.rotary)?;
-        // transformers 5 stacks the matrices of all experts and names the MoE layer `mlp`.
+        // transformers 5 names the MoE layer `mlp`. Older versions name it `block_sparse_moe`.
         let name = if weights.contains("mlp.gate.weight") { "mlp" } else { "block_sparse_moe" };
         let moe = GatedMoe::load(&weights.at(name), self.moe_config(), &EXPERT_NAMES)?;
         Ok((attention, Mlp::GatedMoe(moe)))

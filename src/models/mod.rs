@@ -66,7 +66,7 @@ impl ModelConfig {
 }
 
 /// Reads the config of the snapshot or GGUF file at `dir`.
-/// In a snapshot with a GGUF file and no safetensors weights, the GGUF file has the config, otherwise config.json.
+/// If a snapshot has a GGUF file and no safetensors weights, the config comes from the GGUF file, not from config.json.
 /// Fails with [`Error::UnsupportedArchitecture`] if no family supports the model.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     if let Some(path) = snapshot::gguf::find(dir)? {
@@ -82,7 +82,8 @@ fn cannot_use(path: &Path, error: anyhow::Error) -> anyhow::Error {
     if error.is::<Error>() { error } else { error.context(format!("cannot use {}", path.display())) }
 }
 
-/// Reads the config of the snapshot in `dir` and opens its checkpoint. Parses the header of a GGUF file only once.
+/// Reads the config of the snapshot or GGUF file at `dir`, and opens its checkpoint.
+/// Parses the header of a GGUF file only once.
 pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
     let Some(path) = snapshot::gguf::find(dir)? else {
         return Ok((read_config(dir)?, Checkpoint::open(dir)?));
@@ -120,7 +121,7 @@ pub fn declared_model_type(dir: &Path) -> Option<String> {
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)
 }
 
-/// Returns the tensor table of the family that `json`, the contents of config.json, names.
+/// Returns the tensor table of the family named in `json`, the contents of config.json.
 /// If `json` names no supported family, returns the table of the usual tensor names.
 pub fn tensor_table(json: &Value) -> TensorTable {
     find_family(json).map_or(general::TENSORS, |family| family.tensors)
@@ -145,8 +146,9 @@ fn find_family(json: &Value) -> Result<&'static Family> {
     })
 }
 
-/// Returns the supported model type or architecture name with the smallest edit distance to `found`.
-/// Returns `None` if the distance is more than 40% of the length of the longer name.
+/// Returns the supported model type or architecture name with the smallest edit distance to `found`, ignoring case.
+/// Returns `None` if the distance is more than 40% of the length of the longer name,
+/// or if `found` is longer than [`MAX_NAME_BYTES`].
 fn nearest_name(found: &str) -> Option<&'static str> {
     // Skip long names, because comparing two names takes time proportional to the product of their lengths.
     if found.len() > MAX_NAME_BYTES {

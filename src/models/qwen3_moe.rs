@@ -38,7 +38,7 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The router, and the experts of checkpoints that do not stack them.
+/// The router, and the experts of checkpoints that store the matrices of each expert separately.
 const EXPERTS: &[TensorRow] = &[
     tensor("mlp.gate", Group::Mlp, F32, Whole),
     tensor("experts.*.gate_proj", Group::Experts, Matrix, Rows(Intermediate)),

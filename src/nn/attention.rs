@@ -65,7 +65,7 @@ impl AttentionConfig {
     }
 
     /// Returns the KV heads that this rank holds. The rank also holds the query heads that attend to these KV heads.
-    /// The columns of `o_proj` can be divided only at multiples of `column_unit`.
+    /// Each rank's columns of `o_proj` start at a multiple of `column_unit`.
     fn kv_share(&self, world: &World, column_unit: usize) -> Range<usize> {
         let columns = self.heads / self.spec.kv_heads * self.spec.head_dim;
         world.share(self.spec.kv_heads, kv_head_unit(columns, column_unit))
@@ -146,7 +146,7 @@ impl Attention {
         let (q, kv) = (times(&q_heads, spec.head_dim), times(&kv_heads, spec.head_dim));
         let o = weights.at(o_name).columns(q.clone(), q_size);
 
-        // The rows of a fused matrix that this rank holds.
+        // This rank's rows of a fused q, k and v matrix.
         let fused =
             [q.clone(), q_size + kv.start..q_size + kv.end, q_size + kv_size + kv.start..q_size + kv_size + kv.end];
         let (fused_rows, fused_size) = (q.len() + 2 * kv.len(), q_size + 2 * kv_size);
@@ -201,8 +201,8 @@ impl Attention {
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
     ///
-    /// x is `[tokens, hidden]`. Returns this rank's part of the output, `[rows, hidden]`.
-    /// The output has the rows that `rows` selects, in the form `form`.
+    /// x is `[tokens, hidden]`. Returns this rank's part of the output for the tokens that `rows` selects,
+    /// `[rows, hidden]`, in the form `form`. If the rank holds no heads, its part is zeros in f32.
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -1,8 +1,8 @@
-//! Terminal output for the chat and for one-shot answers: styles, Markdown and a view that is redrawn in place.
+//! Terminal output and control: formatted answers that are redrawn in place, messages, signals and terminal modes.
 //!
-//! - `view`: shows an answer while it streams, with `markdown`, `styled_text` and `dim_text`
+//! - `view`: shows an assistant turn while it streams, with `markdown`, `styled_text` and `dim_text`
 //! - `live_region`: redraws the last lines in place
-//! - `notice`, `style`: single messages, and colors
+//! - `notice`: prints messages on stderr; `style`: color support and window width
 //! - `interrupt`, `signals`: Ctrl-C and other signals; `modes`: saves and restores the terminal modes
 
 mod dim_text;
@@ -23,7 +23,7 @@ pub use notice::{print, print_dim, write_stderr};
 pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
 pub use view::TurnView;
 
-/// Saves the terminal modes, and restores them when the program exits, crashes or is ended by a catchable signal.
+/// Saves the terminal modes. They are restored when the program exits, crashes or is ended by a catchable signal.
 /// Does nothing outside Unix, or if stdin is not a terminal.
 pub fn guard() {
     #[cfg(unix)]

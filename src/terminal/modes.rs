@@ -1,4 +1,5 @@
 //! Saves the terminal modes and restores them when the program ends.
+//! Also controls bracketed paste and suspends the program.
 
 use std::io::{IsTerminal, stderr, stdin, stdout};
 use std::os::fd::AsFd;
@@ -39,7 +40,7 @@ pub(super) fn save() -> bool {
 }
 
 /// Returns whether this program is in the foreground.
-/// The system stops a background program that changes the terminal modes.
+/// The system stops a background program that changes the terminal modes, so only a foreground program may do so.
 pub fn is_foreground() -> bool {
     tcgetpgrp(stdin()).is_ok_and(|group| group == getpgrp())
 }
@@ -48,15 +49,16 @@ pub fn is_foreground() -> bool {
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
     // Another thread may receive the signal first, so wait until this thread is stopped as well.
-    // A fatal signal that arrived during the stop ends the program here, before the caller changes the modes again.
+    // A fatal signal that arrives while the program is stopped normally ends it here, before the caller changes the
+    // modes again.
     std::thread::sleep(Duration::from_millis(100));
 }
 
 /// Restores the modes that [`save`] saved, resets the text style, and turns off bracketed paste.
 /// Does nothing if this program is in the background.
 ///
-/// Signal handlers can call this function at any point.
-/// This function therefore does not allocate, lock or panic, and calls only async-signal-safe functions.
+/// Signal handlers call this function at any point of the program. It therefore does not allocate, lock or panic, and
+/// calls only async-signal-safe functions.
 pub(super) fn restore() {
     let Some(original) = ORIGINAL.get() else { return };
     // SAFETY: `tcgetpgrp` and `getpgrp` take no pointers.
@@ -69,7 +71,8 @@ pub(super) fn restore() {
 }
 
 /// Restores the terminal modes on exit if they differ from the saved modes.
-/// The modes differ, for example, if a thread exits the program during an answer.
+/// They differ, for example, if a second Ctrl-C ends the program during an answer,
+/// while the key listener uses its own modes.
 extern "C" fn restore_at_exit() {
     let Some(original) = ORIGINAL.get() else { return };
     let mut modes = original.modes;

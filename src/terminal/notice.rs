@@ -5,12 +5,13 @@ use std::io::Write;
 use super::style::{dim, stderr_color, stderr_columns};
 use crate::text::{printable, wrapped};
 
-/// Prints a message on stderr, wrapped to the window. Escapes control and invisible characters.
+/// Prints a message on stderr, wrapped to the window.
+/// Escapes control and invisible characters, except newlines and tabs.
 pub fn print(text: &str) {
     write_stderr(&format!("{}\n", wrapped(&printable(text), stderr_columns())));
 }
 
-/// Prints a dim message on stderr, wrapped to the window. Escapes control and invisible characters.
+/// Prints a message like [`print`], but dim if stderr supports color.
 pub fn print_dim(text: &str) {
     write_stderr(&format!("{}\n", dim(&wrapped(&printable(text), stderr_columns()), stderr_color())));
 }

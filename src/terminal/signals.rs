@@ -8,17 +8,16 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 
 use super::modes;
 
-/// The actions that [`restore_modes_on_end`] replaced, indexed by signal number. `None` for all other signals.
+/// The signal actions that [`restore_modes_on_end`] replaced, indexed by signal number. `None` for all other signals.
 static PREVIOUS: OnceLock<[Option<libc::sigaction>; 64]> = OnceLock::new();
 
 /// Makes a write beyond the file size limit (`ulimit -f`) fail. By default, SIGXFSZ would end the program.
 ///
-/// Installs a handler that does nothing instead of `SIG_IGN`, because programs that inferno starts, such as $EDITOR,
-/// would inherit `SIG_IGN`.
+/// Installs an empty handler, not `SIG_IGN`, which programs that inferno starts, such as $EDITOR, would inherit.
 pub(super) fn survive_file_size_limit() {
     extern "C" fn do_nothing(_: libc::c_int) {}
     let action = SigAction::new(SigHandler::Handler(do_nothing), SaFlags::SA_RESTART, SigSet::empty());
-    // SAFETY: a handler that does nothing is async-signal-safe.
+    // SAFETY: an empty handler is async-signal-safe.
     let _ = unsafe { sigaction(Signal::SIGXFSZ, &action) };
 }
 
@@ -31,7 +30,7 @@ pub(super) fn restore_modes_on_end() {
         previous[signal as usize] = action.filter(|action| action.sa_sigaction != libc::SIG_IGN);
     }
     let previous = PREVIOUS.get_or_init(|| previous);
-    // After a stack overflow, the handler must run on the alternate signal stack that Rust allocates for each thread.
+    // After a stack overflow, the handler must run on the alternate signal stack that Rust allocates for its threads.
     let flags = SaFlags::SA_SIGINFO | SaFlags::SA_ONSTACK;
     let action = SigAction::new(SigHandler::SigAction(restore_and_end), flags, SigSet::empty());
     for signal in Signal::iterator().filter(|signal| previous[*signal as usize].is_some()) {
@@ -61,8 +60,8 @@ extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _
     modes::restore();
     // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
     let is_from_kernel = unsafe { (*info).si_code } > 0;
-    // A fault such as SIGSEGV recurs when this handler returns.
-    // The recurring fault runs the previous action, such as Rust's stack overflow report.
+    // A fault, such as an invalid memory access, recurs when this handler returns.
+    // It then runs the previous action, such as Rust's stack overflow report.
     // Any other signal must be raised again. The raised signal stays pending until this handler returns.
     let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
     let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);

@@ -12,7 +12,7 @@ pub enum Color {
 }
 
 /// Returns whether to use color on stderr. Color is off if stderr is not a terminal.
-/// `NO_COLOR` (no-color.org) and `TERM=dumb` also turn color off.
+/// A nonempty `NO_COLOR` (no-color.org) and `TERM=dumb` also turn color off.
 pub fn stderr_color() -> Color {
     color(std::io::stderr().is_terminal())
 }

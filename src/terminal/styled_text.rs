@@ -26,7 +26,7 @@ impl TextStyle {
         TextStyle { color: Some(number), ..TextStyle::default() }
     }
 
-    /// Returns the parameters of the SGR escape sequence.
+    /// Returns the SGR parameters that turn this style on.
     fn sgr_codes(self) -> Vec<String> {
         let switches = [(self.bold, 1), (self.dim, 2), (self.italic, 3), (self.underline, 4), (self.strike, 9)];
         let mut codes: Vec<String> = switches.iter().filter(|(on, _)| *on).map(|(_, code)| code.to_string()).collect();
@@ -44,9 +44,9 @@ pub struct Span {
 
 impl Span {
     /// Creates a span of `text` without its control characters. Keeps newlines.
+    /// Replaces each tab with four spaces, because the width of a tab depends on its position.
     ///
     /// Filtering the Markdown source is not enough, because entities such as `&#27;` can encode control characters.
-    /// Tabs become four spaces, because their width on the screen is unknown.
     pub fn new(text: &str, style: TextStyle) -> Span {
         Span { text: without_controls(text).replace('\t', "    "), style }
     }
@@ -61,7 +61,7 @@ impl Span {
     }
 }
 
-/// One line of styled text, which may be wider than the window.
+/// A line of styled text, which may be wider than the window. Text for [`wrap`] may also contain newlines.
 pub type StyledLine = Vec<Span>;
 
 /// Returns the width of a line in columns.
@@ -104,8 +104,8 @@ fn push(line: &mut StyledLine, cell: Cell) {
     }
 }
 
-/// Wraps text at spaces, at line breaks and next to wide characters (East Asian text and emoji).
-/// Splits words wider than `columns`.
+/// Wraps text at spaces, at newlines and next to wide characters (East Asian text and emoji).
+/// Drops spaces at both ends of a line and merges runs of spaces. Splits words wider than `columns`.
 ///
 /// The `textwrap` crate is not used here, because it wraps strings, not spans with styles.
 pub fn wrap(text: &[Span], columns: usize) -> Vec<StyledLine> {

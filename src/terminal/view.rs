@@ -12,8 +12,8 @@ use crate::chat::{Channel, Delta};
 
 /// The minimum pause after a frame (one update of the screen). Pieces that arrive during the pause are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame, as a multiple of the time to draw the frame, so that drawing takes about 1% of the time.
-/// `MIN_FRAME` and `MAX_FRAME` limit the pause.
+/// The pause after a frame, as a multiple of the time to draw the frame. Drawing then takes about 1% of the time,
+/// unless `MIN_FRAME` or `MAX_FRAME` limits the pause.
 const REST_FACTOR: u32 = 100;
 /// The maximum pause after a frame. Longer pauses would make the output jerky on slow terminals.
 const MAX_FRAME: Duration = Duration::from_millis(80);
@@ -28,7 +28,7 @@ pub struct TurnView {
     /// Finished lines that are not drawn yet.
     finished: Vec<StyledLine>,
     has_content: bool,
-    /// The earliest time of the next frame. `None` before the first frame.
+    /// The earliest time at which [`show`](Self::show) draws a frame. `None` before the first frame.
     next_frame: Option<Instant>,
 }
 
@@ -36,7 +36,6 @@ pub struct TurnView {
 enum TurnSection {
     None,
     Reasoning(DimText),
-    /// The text of a tool call, as dim text.
     ToolCall(DimText),
     Answer(Box<Markdown>),
 }
@@ -60,12 +59,12 @@ impl TurnView {
         Self { folds_reasoning, ..self }
     }
 
-    /// Sets whether Ctrl-O can unfold the reasoning.
+    /// Sets whether Ctrl-O can unfold the reasoning. If so, the line of folded reasoning mentions Ctrl-O.
     pub fn with_keys(self, has_keys: bool) -> Self {
         Self { has_keys, ..self }
     }
 
-    /// Adds the next piece of reasoning, answer or tool call. Draws a frame if the pause after the last frame is over.
+    /// Adds the next piece of reasoning, answer or tool call. Draws a frame if the last frame's pause is over.
     pub fn show(&mut self, delta: &Delta, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         let columns = size.text_columns();
         let is_same_section = matches!(
@@ -100,7 +99,8 @@ impl TurnView {
         Ok(())
     }
 
-    /// Folds or unfolds the reasoning. Redraws the view if the setting changed.
+    /// Folds or unfolds the reasoning that is streaming and all later reasoning.
+    /// Redraws the view if the setting changed.
     pub fn fold_reasoning(&mut self, folds: bool, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         if folds == self.folds_reasoning {
             return Ok(());

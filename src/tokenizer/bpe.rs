@@ -14,7 +14,8 @@ use tokenizers::{
 
 use super::guard::SilencedPanics;
 
-/// The contents of a tokenizer.json with a BPE model, except merges, truncation and padding.
+/// The contents of a tokenizer.json with a BPE model, without the merges ([`MergesFile`]), and without truncation and
+/// padding, which are not used.
 #[derive(Deserialize)]
 struct BpeFile {
     version: Option<String>,
@@ -82,8 +83,9 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 }
 
-/// Parses a tokenizer.json. Returns `None` if the model is not BPE or the file is not in the expected format.
-/// After `None`, the caller must let the library parse the file. Fails if the library cannot build the tokenizer.
+/// Parses a tokenizer.json. Fails if the library cannot build the tokenizer.
+/// If the model is not BPE or the file is not in the expected format, returns `None`. The caller must then let the
+/// library parse the file.
 pub fn parse(bytes: &[u8]) -> Result<Option<Tokenizer>> {
     fn read<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
         // `read` may run on a rayon thread, where the caller's guard has no effect. Rayon passes panics to the caller.

@@ -6,12 +6,13 @@ use serde::{Deserialize, Serialize};
 /// How `encode` treats control tokens in a text, such as `<|start|>` and `</s>`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ControlTokens {
-    /// Parse control tokens, and add the tokenizer's special tokens before and after the text, such as `<s>`.
+    /// Parse control tokens, and add the special tokens that the tokenizer puts around a text, such as `<s>` before it.
     /// `Default` matches the default of `encode` in Hugging Face libraries.
     Default,
-    /// Parse control tokens, and add no special tokens. For rendered chat templates, which contain them already.
+    /// Parse control tokens, but add no special tokens. Suits rendered chat templates, which already contain them.
     Parse,
-    /// Encode control tokens as ordinary text. For messages from users and tools, which must not forge control tokens.
+    /// Encode control tokens as ordinary text, and add no special tokens.
+    /// Suits messages from users and tools, which must not forge control tokens.
     Text,
 }
 

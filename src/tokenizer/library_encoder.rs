@@ -39,7 +39,7 @@ impl LibraryEncoder {
     }
 
     /// Encodes text with one call of the library.
-    /// With [`ControlTokens::Text`], the result can still contain control tokens that are not marked special.
+    /// With [`ControlTokens::Text`], the result can still contain control tokens, such as those not marked special.
     fn call_library(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         let mut tokenizer = self.tokenizer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         tokenizer.set_encode_special_tokens(controls == ControlTokens::Text);
@@ -66,7 +66,7 @@ impl LibraryEncoder {
         self.encode_text(right, ids)
     }
 
-    /// Splits text after the first character of every control token that is not marked special.
+    /// Splits text after the first character of each occurrence of a control token that is not marked special.
     fn split_at_unmarked_controls<'t>(&self, text: &'t str) -> Vec<&'t str> {
         let mut pieces = Vec::new();
         let mut start = 0;

@@ -98,12 +98,13 @@ impl Tokenizer {
         self.table.decode(ids)
     }
 
-    /// Returns the id of a token as the vocabulary spells it, or `None` if there is no such token.
+    /// Returns the id of a token, or `None` if there is no such token. `token` is spelled as in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.table.id(token)
     }
 
-    /// Returns the token with this id as the vocabulary spells it, such as `Ġthe` or `▁the`.
+    /// Returns the token with this id, or `None` if there is no such token.
+    /// The token is spelled as in the vocabulary, such as `Ġthe` or `▁the`.
     pub fn token(&self, id: u32) -> Option<&str> {
         self.table.token(id)
     }

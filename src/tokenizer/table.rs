@@ -19,8 +19,8 @@ const MAX_DECODER_STEPS: usize = 32;
 /// The `Replace` step of SentencePiece decoders shortens text: it replaces `▁` with a space.
 const MAX_DECODER_GROWTH: usize = 2;
 
-/// A control token: an added token that is marked special, or that has the form `<...>` or `[...]`, contains no
-/// whitespace and is not one of the `HTML_TAGS`.
+/// A control token: an added token that is marked special or has the form of a control token (see
+/// `looks_like_control`).
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ControlToken {
     pub content: String,
@@ -62,8 +62,8 @@ impl TokenTable {
     /// Creates a table with copies of a tokenizer's tokens and decoder.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
-        // A control token may be in the vocabulary of the tokenizer's model and not only among the added tokens.
-        // Normalized text can then become this token.
+        // If the vocabulary of the tokenizer's model also contains a control token, the model can produce this token
+        // from normalized text.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
         let mut table = Self::empty(TokenTableHeader {
@@ -146,9 +146,9 @@ impl TokenTable {
         while !bytes.is_empty() {
             let (id, length) = (number(&mut bytes), number(&mut bytes));
             let token = length.and_then(|length| bytes.split_at_checked(length as usize));
-            let (Some(id), Some((token, rest))) = (id, token) else { bail!("the table of tokens is incomplete") };
+            let (Some(id), Some((token, rest))) = (id, token) else { bail!("cannot load the token table: truncated") };
             if table.ids.last().is_some_and(|&last| last >= id) {
-                bail!("the table of tokens is not sorted");
+                bail!("cannot load the token table: its ids are not in ascending order");
             }
             table.push(id, std::str::from_utf8(token)?)?;
             bytes = rest;
@@ -203,7 +203,7 @@ impl TokenTable {
         &self.text[start as usize..self.ends[index] as usize]
     }
 
-    /// Returns the id of a token. Searches the whole table.
+    /// Returns the id of a token, by a linear search.
     pub fn id(&self, token: &str) -> Option<u32> {
         (0..self.len()).find(|&index| self.at(index) == token).map(|index| self.ids[index])
     }
@@ -232,7 +232,8 @@ fn bytes_of_char(character: char) -> Vec<u8> {
     byte.map_or_else(|| character.to_string().into_bytes(), |byte| vec![byte])
 }
 
-/// Returns the control tokens of a tokenizer, longest first, and whether any of them matches normalized text.
+/// Returns the control tokens of a tokenizer, longest first, and whether the library searches normalized text for any
+/// of them.
 fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
     let mut added = library.get_added_tokens_decoder();
     added.retain(|_, token| token.special || looks_like_control(&token.content));
@@ -273,7 +274,8 @@ const HTML_TAGS: &[&str] = &[
     "code",
 ];
 
-/// Returns whether a token looks like a control token, such as `<think>`, `</tool_call>` or `[INST]`.
+/// Returns whether a token has the form of a control token, such as `<think>`, `</tool_call>` or `[INST]`:
+/// text without whitespace in `<>` or `[]`. HTML tags (`HTML_TAGS`) are excluded.
 fn looks_like_control(content: &str) -> bool {
     let html = content.strip_prefix('<').and_then(|rest| rest.strip_suffix('>'));
     if html.is_some_and(|tag| HTML_TAGS.contains(&tag.strip_prefix('/').unwrap_or(tag))) {
@@ -286,14 +288,16 @@ fn looks_like_control(content: &str) -> bool {
     inner.is_some_and(|inner| !inner.is_empty() && !inner.contains(char::is_whitespace))
 }
 
-/// Fails if a decoder, in the format of tokenizer.json, could take unbounded time or memory.
+/// Fails if a decoder, in the format of tokenizer.json, has too many steps, can lengthen text too much, or replaces
+/// matches of a regular expression.
 fn check_decoder(decoder: &Value) -> Result<()> {
     let mut steps = Vec::new();
     collect_steps(decoder, &mut steps);
     if steps.len() > MAX_DECODER_STEPS {
         bail!("cannot load the tokenizer: its decoder has {} steps; the limit is {MAX_DECODER_STEPS}", steps.len());
     }
-    // BPEDecoder and CTC steps replace a string with a space. An empty string matches at every character.
+    // BPEDecoder and CTC steps replace a string with a space. An empty string matches before every character, so each
+    // step that replaces it could double the length of the text.
     let pattern = |step: &Value| match step["type"].as_str() {
         Some("BPEDecoder") => step["suffix"].as_str().map(str::len),
         Some("CTC") => step["word_delimiter_token"].as_str().map(str::len),
@@ -310,7 +314,7 @@ fn check_decoder(decoder: &Value) -> Result<()> {
             );
         };
         let content = step["content"].as_str().map_or(0, str::len);
-        // An empty pattern matches before every character, which may be a single byte.
+        // An empty pattern matches before every character, and a character may be a single byte.
         let factor = if pattern.is_empty() { content + 1 } else { content.div_ceil(pattern.len()) };
         growth = growth.saturating_mul(factor.max(1));
     }

@@ -12,8 +12,8 @@ pub struct TextStream {
     emitted: usize,
 }
 
-/// The number of held ids at which incomplete characters are returned as U+FFFD.
-/// A UTF-8 character has at most 4 bytes, so valid characters need fewer ids.
+/// The number of held ids at which bytes that are not valid UTF-8 are returned as U+FFFD.
+/// A UTF-8 character has at most 4 bytes, so fewer ids complete a valid character.
 const MAX_HELD_IDS: usize = 8;
 
 /// What happens to text whose last character is incomplete.
@@ -54,8 +54,8 @@ impl TextStream {
         Ok(text)
     }
 
-    /// Returns how many of the last ids to hold back, because their bytes end with the beginning of a character.
-    /// The result is less than the number of waiting ids, so that [`Self::push`] decodes at least one id.
+    /// Returns how many of the last ids to hold back: the fewest whose bytes are valid UTF-8 up to an incomplete last
+    /// character, or 0 if there are none. Never returns all waiting ids, so that [`Self::push`] decodes at least one.
     fn begun_ids(&self, tokenizer: &Tokenizer) -> usize {
         let waiting = &self.ids[self.emitted..];
         let ends_within = |count: &usize| {
@@ -72,7 +72,7 @@ impl TextStream {
     }
 
     /// Returns the text of the waiting ids, and makes these ids the left context.
-    /// Returns an empty string and keeps the ids waiting if `end` is `Hold` and the last character is incomplete.
+    /// Returns an empty string and keeps the ids waiting if `end` is `Hold` and the last character may be incomplete.
     fn take(&mut self, tokenizer: &Tokenizer, end: IncompleteEnd) -> Result<String> {
         // Decode with left context. In SentencePiece vocabularies, the space before a word depends on this context.
         let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
@@ -86,7 +86,8 @@ impl TextStream {
             // Skip as many characters as the left context had before.
             None => text.chars().skip(emitted.chars().count()).collect(),
         };
-        // If the new ids add no text, keep them and the left context, but at most the last `MAX_HELD_IDS` ids.
+        // If the new ids add no text, they are not enough left context. Keep the old context too, but at most the last
+        // `MAX_HELD_IDS` ids.
         self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD_IDS) } else { self.emitted });
         self.emitted = self.ids.len();
         Ok(new)

@@ -1,4 +1,4 @@
-//! The interface of the connections that exchange tensors between the devices of all ranks.
+//! The interface for exchanging tensors between the devices of all ranks.
 
 use std::any::Any;
 use std::fmt;
@@ -13,15 +13,16 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Returns whether operations can be queued now. The value is the same on all ranks, because all ranks capture the
     /// same CUDA graphs in the same order.
     ///
-    /// Ranks that share a GPU, as in tests, can queue operations only as part of a CUDA graph.
-    /// The first launch of a kernel loads the kernel, and loading waits for all running kernels of the GPU.
-    /// A running kernel of another rank may be waiting for the rank that loads a kernel, which would be a deadlock.
+    /// If ranks share a GPU, as in tests, returns true only during the capture of a CUDA graph.
+    /// Outside a graph, the first launch of a kernel loads the kernel, and loading waits for all running kernels of the
+    /// GPU. If one of them waits for the rank that loads the kernel, both ranks are deadlocked.
     fn can_queue(&self) -> bool;
 
     /// Calls `launch` at the same time as the other ranks.
     /// `launch` launches a CUDA graph that contains operations of this trait.
     ///
     /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
+    /// Ends the exchange if a wait takes too long.
     /// Outside a CUDA graph, operations such as [`sum`](Self::sum) wait for the other ranks in the same way.
     ///
     /// Without these waits, a rank could load a kernel or allocate memory while its GPU waits for another rank.
@@ -39,33 +40,34 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// If `rounds` is true, rounds y to bf16, and may round the normalized x' to bf16.
     fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
 
-    /// Returns x with the rows of all ranks, for [`World::gather_rows`](super::World::gather_rows).
+    /// Collects each row of x from the rank that computed it, for [`World::gather_rows`](super::World::gather_rows).
     fn gather_rows(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Returns the columns of all ranks side by side, for [`World::concat_columns`](super::World::concat_columns).
-    /// If there is an `out`, f32 `[rows, columns]`, writes the columns to `out` and returns it.
+    /// If `out`, f32 `[rows, columns]`, is given, writes the columns to `out` and returns it.
     fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor>;
 
-    /// Returns a rank that did not answer in time, or `None` if no rank has failed to answer.
+    /// Returns the rank that did not answer in time and so ended the exchange, if any.
     ///
-    /// After a rank has failed to answer, operations stop waiting for other ranks, and their results are wrong.
+    /// Once the exchange has ended, operations no longer wait for other ranks, so their results can be wrong.
     fn missing_rank(&self) -> Option<usize>;
 
-    /// Makes all current and future operations stop waiting for other ranks. Their results are then wrong.
+    /// Ends the exchange: on all ranks, current and future operations stop waiting, so their results can be wrong.
     fn end(&self);
 }
 
-/// One rank's partial result y, `[rows, hidden]`. The sum of y over all ranks is the output of attention or of an MLP.
+/// One rank's partial result y, `[rows, hidden]`.
+/// The sum of y over all ranks is the output of attention or of an MLP, without its bias.
 #[derive(Clone, Copy, Debug)]
 pub enum PartialResult<'t> {
     /// y itself, f32 or bf16.
     Rows(&'t Tensor),
     /// y is the sum of these parts of a matrix product, f32 `[parts, rows, hidden]`.
     ProductParts(&'t Tensor),
-    /// y is the sum of each row's expert outputs, weighted with `weights`.
+    /// Each row of y is the sum of the outputs of the row's experts, weighted with `weights`.
     Experts {
-        /// The outputs, `[rows, chosen, hidden]`, with the columns in the order of the expert kernels
-        /// (`kernels/moe/mxfp4_tiles.cuh`).
+        /// The outputs, `[rows, chosen, hidden]` in fragment order (`kernels/moe/mxfp4_tiles.cuh`).
+        /// `chosen` is the number of experts per row. Only bf16 is supported.
         outputs: &'t Tensor,
         /// The routing weights, f32 `[rows, chosen]`.
         weights: &'t Tensor,
@@ -87,7 +89,7 @@ pub struct ResidualUpdate<'t> {
     /// The weight of the RMSNorm, `[hidden]`.
     pub weight: &'t Tensor,
     pub eps: f32,
-    /// The dtype of the normalized x': bf16 or f32.
+    /// The dtype of the normalized x'. Only bf16 and f32 are supported.
     pub dtype: DType,
 }
 

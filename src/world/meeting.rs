@@ -1,4 +1,4 @@
-//! The meeting point where the threads of all ranks exchange values.
+//! How the threads of all ranks exchange values, and how they learn that the world has ended.
 
 use std::any::Any;
 use std::fmt;
@@ -58,7 +58,7 @@ impl Meeting {
     }
 
     /// Ends the world because of `reason`, and calls the function of [`World::on_failure`](super::World::on_failure).
-    /// If the world has already ended, keeps the first reason.
+    /// If the world has already ended, keeps the first reason and does not call the function.
     pub(super) fn end(&self, state: &mut MeetingState, reason: &str) {
         if state.end_reason.is_none() {
             state.end_reason = Some(reason.to_string());
@@ -70,7 +70,7 @@ impl Meeting {
     }
 
     /// Waits until every rank has contributed a value. Returns the values of all ranks.
-    /// Ends the world and fails if a rank contributes nothing and makes no progress within `limit`.
+    /// Ends the world and fails if a rank that has not yet contributed makes no progress for `limit`.
     /// Also fails if the world has already ended or ends during the wait, or if the types of the values differ.
     pub(super) fn exchange<T: Any + Send + Sync>(
         &self,

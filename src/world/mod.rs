@@ -1,13 +1,13 @@
 //! The ranks that run one model together, and the operations that exchange data between the ranks.
 //!
 //! By default, inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
-//! Every rank holds a part of each large matrix of the layers and of the output head, but the whole embedding.
+//! Every rank holds the whole embedding, but only a part of each large matrix in the layers and of the output head.
 //! All ranks run the same forward passes.
 //! The ranks sum their partial results after attention and after the MLP.
 //! Partial results are added in rank order, so all ranks compute bit-identical sums and choose the same tokens.
 //!
 //! With [`World::with_stages`], each rank holds whole layers instead. The ranks run their layers one after another.
-//! Each rank sends the result of its last layer to all other ranks.
+//! After the last layer of each rank, all ranks get the result. Only the output head is divided as above.
 
 mod exchange;
 mod meeting;
@@ -27,8 +27,8 @@ pub use exchange::{Exchange, PartialResult, ResidualUpdate, UpdatedResidual};
 /// How long a rank waits for another rank that does not answer.
 /// This limit applies to exchanges of tensors between CPUs, to exchanges with kernels between GPUs (except while a rank
 /// may load kernels), and to the pings with which an idle engine checks the ranks.
-/// Between CPUs and for pings, the time starts again whenever the other rank makes progress, so a shorter limit could
-/// end the world during slow work between two calls of [`World::tick`].
+/// Between CPUs and for pings, the time starts again whenever the other rank calls [`World::tick`]. The limit must
+/// therefore be longer than the work between two of these calls.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The time limit that replaces [`ANSWER_TIMEOUT`] if GPUs exchange tensors by memory copies instead of kernels.
@@ -46,7 +46,7 @@ pub struct World {
     meeting: Option<Arc<Meeting>>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     stages: Option<Arc<[Range<usize>]>>,
-    /// The minimum number of elements of a partial result that may be rounded. `None`: no result is rounded.
+    /// Only partial results with at least this many elements may be rounded to bf16. If `None`, no result is rounded.
     min_rounded: Option<usize>,
 }
 
@@ -68,7 +68,7 @@ impl World {
     }
 
     /// Divides the layers of the model among the ranks, instead of dividing each layer.
-    /// `stages` has the layers of each rank, in rank order. Together, the ranges cover all layers without gaps.
+    /// `stages` holds the layers of each rank, in rank order. Together, the ranges cover all layers without gaps.
     pub fn with_stages(self, stages: &[Range<usize>]) -> Self {
         Self { stages: Some(stages.into()), ..self }
     }
@@ -110,8 +110,8 @@ impl World {
     /// Returns the sum of x over all ranks. x must have the same shape and dtype on all ranks.
     /// Waits until all ranks have called this function, except during the capture of a CUDA graph.
     ///
-    /// If a rank does not answer in time, the result depends on whether an [`Exchange`] queued the sum.
-    /// If so, the sum is wrong, and [`check`](Self::check) reports the rank. Otherwise, ends the world and fails.
+    /// If a rank does not answer in time, a sum that an [`Exchange`] has queued is wrong, and [`check`](Self::check)
+    /// reports the rank. If no [`Exchange`] can queue the sum, this function ends the world and fails.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -123,9 +123,9 @@ impl World {
         }
     }
 
-    /// Like [`sum`](Self::sum), for x that is a partial result of a matrix product.
-    /// With [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round large x and sums to bf16.
-    /// The additions are still in f32, and all ranks still get the same bits.
+    /// Like [`sum`](Self::sum), for an f32 x that is a partial result of attention or of an MLP.
+    /// With [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round a large x and the sum to
+    /// bf16. The additions are still in f32, and all ranks still get the same bits.
     pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) if self.can_round(x.elem_count()) => exchange.sum_rounded(x),
@@ -133,14 +133,14 @@ impl World {
         }
     }
 
-    /// Returns whether a partial result with `elements` elements may be rounded to bf16 when the ranks add it.
+    /// Returns whether the ranks may round partial results with `elements` elements to bf16 when they add them up.
     pub fn can_round(&self, elements: usize) -> bool {
         let can_queue = self.exchange.as_ref().is_some_and(|exchange| exchange.can_queue());
         can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
     }
 
-    /// Returns whether layers should pass other forms of partial results than [`PartialResult::Rows`] to
-    /// [`add_partials`](Self::add_partials): if an [`Exchange`] can queue operations and may round partial results.
+    /// Returns whether layers should pass [`PartialResult::ProductParts`] to [`add_partials`](Self::add_partials):
+    /// only if an [`Exchange`] can queue operations and may round partial results.
     pub fn adds_up_partials(&self) -> bool {
         self.can_round(usize::MAX)
     }
@@ -148,9 +148,10 @@ impl World {
     /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round a large y
     /// and the normalized x' to bf16.
     ///
-    /// Returns `None` if no [`Exchange`] supports the update. With [`PartialResult::Rows`] in f32 or bf16, all ranks
-    /// then get `None`. With rows of another dtype, some ranks could get `None` while other ranks wait for them.
-    /// If a rank with another [`PartialResult`] gets `None`, it must add up y and call again with the rows.
+    /// Returns `None` unless there is an [`Exchange`] that can queue the update and supports it.
+    /// If y is [`PartialResult::Rows`] in f32 or bf16, all ranks then get `None`. Rows must not have another dtype,
+    /// because some ranks could then wait for ranks that get `None`. If y has another form, the other ranks may be
+    /// waiting in the update, so a rank that gets `None` must add up y and call again with the rows.
     pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         match &self.exchange {
             Some(exchange) if exchange.can_queue() => {
@@ -160,7 +161,8 @@ impl World {
         }
     }
 
-    /// Returns x with the rows of all ranks. x is the divided x' of [`add_partials`](Self::add_partials).
+    /// Collects each row of x from the rank that computed it. x is a divided x' from
+    /// [`add_partials`](Self::add_partials).
     pub fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) => exchange.gather_rows(x),
@@ -168,7 +170,8 @@ impl World {
         }
     }
 
-    /// Returns the columns of all ranks side by side, in rank order. x holds this rank's [`share`] of `columns`.
+    /// Returns the columns of all ranks side by side, in rank order: f32 `[rows, columns]`.
+    /// x, f32 `[rows, columns of this rank]`, holds this rank's [`share`] of all columns.
     /// Waits for the other ranks like [`sum`](Self::sum), with the same consequences if a rank does not answer.
     pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
         self.concat_columns_into(x, columns, None)
@@ -192,14 +195,13 @@ impl World {
     /// If possible, the driver copies directly from GPU to GPU, without using host memory.
     fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
         let device = x.device();
-        // The streams of different GPUs run independently of each other.
-        // A rank must not read another rank's part before that part is written.
-        // A rank must not free its own part before all other ranks have read that part.
+        // The streams of different GPUs run independently, so finish x before another rank reads it.
         device.synchronize()?;
         let limit = if device.is_cuda() { HOST_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
         let parts = meeting.exchange(self.rank, Arc::new(x.clone()), limit)?;
         let parts = parts.iter().map(|part| part.to_device(device)).collect::<Result<Vec<_>>>()?;
         if device.is_cuda() {
+            // Wait until all ranks have read x, because the caller may free x afterward.
             device.synchronize()?;
             meeting.exchange(self.rank, Arc::new(()), limit)?;
         }
@@ -215,8 +217,8 @@ impl World {
         }
     }
 
-    /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains operations of
-    /// an [`Exchange`]. See [`Exchange::launch_together`]. Without an [`Exchange`], calls `launch` at once.
+    /// Calls `launch`, which launches a CUDA graph, at the same time as the other ranks (see
+    /// [`Exchange::launch_together`]). Without an [`Exchange`], calls `launch` at once.
     pub fn launch_together(&self, mut launch: impl FnMut() -> Result<()>) -> Result<()> {
         match &self.exchange {
             Some(exchange) => exchange.launch_together(&mut launch),
@@ -240,11 +242,12 @@ impl World {
         self.meeting.as_ref()?.lock().end_reason.clone()
     }
 
-    /// Ends the world because of a failure. Calls that pass values between the threads of the ranks,
-    /// such as [`all_gather`](Self::all_gather), then fail with `reason`.
-    /// Operations of an [`Exchange`] do not fail, but stop waiting and have wrong results.
+    /// Ends the world because of a failure, and calls the function of [`on_failure`](Self::on_failure).
+    /// If the world has already ended, keeps the first reason. Does nothing in a world of one rank.
+    ///
+    /// Calls that pass values between the threads of the ranks, such as [`all_gather`](Self::all_gather), then fail
+    /// with `reason`. Operations of an [`Exchange`] do not fail, but stop waiting, so their results can be wrong.
     /// [`check`](Self::check) reports the failure.
-    /// If the world has already ended, keeps the first reason.
     pub fn end(&self, reason: &str) {
         if let Some(meeting) = &self.meeting {
             meeting.end(&mut meeting.lock(), reason);
@@ -260,7 +263,7 @@ impl World {
     }
 
     /// Sets a function to call when a world of several ranks ends because of a failure. The function gets the reason.
-    /// A later call replaces the function. If the world has already ended, calls the function at once.
+    /// The next call of `on_failure` replaces the function. If the world has already ended, calls the function at once.
     pub fn on_failure(&self, call: impl FnOnce(&str) + Send + 'static) {
         let Some(meeting) = &self.meeting else { return };
         let mut state = meeting.lock();
@@ -401,7 +404,7 @@ mod tests {
         let ends = on_threads(3, |world| {
             let meeting = world.meeting.clone().unwrap();
             if world.rank() == 1 {
-                // The other ranks wait longer than their time limit, because this rank keeps making progress.
+                // This rank takes twice as long as `limit`, but the others keep waiting, because it makes progress.
                 for _ in 0..20 {
                     std::thread::sleep(limit / 10);
                     world.tick();

@@ -16,7 +16,7 @@ use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
 /// [`spread_tokens`] copies each row of x with several warps if x has at most this many rows.
-/// An H100 runs up to 132 · 64 = 8448 warps at once, so one warp per row would not keep it busy with so few rows.
+/// With one warp per row, so few rows would occupy less than half of the 132 · 64 = 8448 warps of an H100 or H200.
 const COPY_FEW_ROWS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.
@@ -28,9 +28,9 @@ pub struct ExpertLinear<'t> {
 }
 
 /// The output down(clamped_swiglu(gate_up(x))) of each (token, expert) pair.
-/// [`sum`](Self::sum), [`add_norm`](Self::add_norm) or the exchange between GPUs adds up the outputs of each token.
+/// [`sum`](Self::sum), [`add_norm`](Self::add_norm) or the exchange between GPUs computes each token's weighted sum.
 pub struct ExpertOutputs {
-    /// bf16 or f16 `[tokens, chosen, hidden]`.
+    /// The outputs, bf16 or f16 `[tokens, chosen, hidden]`.
     y: Tensor,
     /// The routing weights, f32 `[tokens, chosen]`.
     weights: Tensor,
@@ -92,9 +92,9 @@ pub fn expert_mlp(
     };
     let up_arguments = arguments(gate_up, &x_or_tiled, &h, up_rows, columns)?.float(limit);
     let down_arguments = arguments(down, &h, &y, columns, intermediate)?;
-    // SAFETY: all shapes are checked above. `RoutedPairs::route` chooses only experts of the layer,
-    // and the callers of `RoutedPairs::new` guarantee the same.
-    // The boxes of tensor maps have the size of a stage of the kernel (`weight_arguments`).
+    // SAFETY: all shapes are checked above. The pairs have only experts of the layer: `RoutedPairs::route` chooses no
+    // others, and the callers of `RoutedPairs::new` guarantee valid ids.
+    // For a wgmma kernel, `weight_arguments` gives the boxes of the tensor maps the size of a ring buffer stage.
     unsafe {
         kernel.launch("gate_up", suffix, up_arguments).enqueue(device)?;
         kernel.launch("down", suffix, down_arguments).enqueue(device)?;
@@ -139,7 +139,8 @@ impl ExpertOutputs {
     /// Also returns the RMSNorm of s, s / sqrt(mean(s²) + eps) · weight, in `dtype`.
     /// `dtype` is f32, or the dtype of the outputs. Returns `None` if the hidden size exceeds `EXPERT_NORM_COLUMNS`.
     ///
-    /// - x: f32 `[tokens, hidden]`; must be complete before the kernels of [`expert_mlp`] start
+    /// - x: f32 `[tokens, hidden]`; must be computed before the call of [`expert_mlp`], because the kernel reads x
+    ///   before it waits for the outputs
     /// - weight: f32 `[hidden]`
     pub fn add_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, dtype: DType) -> Result<Option<(Tensor, Tensor)>> {
         let (tokens, chosen, columns) = self.y.dims3()?;
@@ -182,12 +183,11 @@ impl ExpertOutputs {
     }
 }
 
-/// Copies each token's row of x, rounded to `dtype`, to the rows of the token's pairs in a tiled tensor
+/// Copies each token's row of x, rounded to `dtype`, to the rows of the token's pairs in a new tiled tensor
 /// (`mxfp4_tiles.cuh`).
 ///
-/// The kernel reads x before it waits for the previous kernel on the stream.
-/// x must therefore be complete before the previous kernel starts.
-/// This is the case if x was computed first and then `routed`.
+/// The kernel reads x before it waits for the previous kernel on the stream, which must therefore not compute x.
+/// In a forward pass, the previous kernel computes `routed`.
 fn spread_tokens(
     device: &CudaDevice,
     x: &Tensor,
@@ -196,7 +196,8 @@ fn spread_tokens(
     dtype: DType,
 ) -> Result<Tensor> {
     let ((tokens, columns), chosen) = (x.dims2()?, routed.weights.dim(1)?);
-    // SAFETY: the kernel writes the rows of all pairs. The products may read other rows, but discard their results.
+    // SAFETY: the kernel writes the rows of all pairs.
+    // The product kernels may read uninitialized padding rows, but discard the products of these rows.
     let tiled = unsafe { scratch::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
     let arguments = Arguments::new().tensor(x)?.tensor(&routed.rows)?.tensor(&tiled)?.int(tokens);
     let arguments = arguments.int(columns).int(tiled_rows).int(chosen);
@@ -216,7 +217,11 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
     let biases_fit = gate_up.bias.dims() == [experts, up_rows] && down.bias.dims() == [experts, columns];
     if !tiles_fit || !biases_fit || down.bias.dtype() != dtype || !matches!(dtype, DType::BF16 | DType::F16) {
         let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
-        bail!("cannot run experts: x {:?}, gate_up {gate_up:?}, down {down:?} or the biases do not match", x.dims());
+        bail!(
+            "cannot run experts: x {:?}, gate_up {gate_up:?}, down {down:?} and the biases must match, and the biases \
+             must be BF16 or F16",
+            x.dims()
+        );
     }
     let RoutedPairs { sorted, offsets, weights, rows } = routed;
     let chosen = sorted.elem_count() / tokens.max(1);

@@ -1,9 +1,10 @@
-// The sums of each token's expert outputs.
+// The weighted sum of a token's expert outputs.
 #pragma once
 #include "headers/common.cuh"
 
-// Computes sum += Σ weights[token, c] · y[token, c] over c, for the 8 columns of a segment.
-//   y: T [tokens, chosen, segments], 8 columns per segment
+// Computes sum += Σ weights[token, c] · y[token, c] over c, for the 8 columns of segment `segment`.
+//   y: T [tokens, chosen, 8 · segments]
+//   weights: f32 [tokens, chosen]
 template <typename T>
 __device__ __forceinline__ void add_outputs(float2 (&sum)[4], const T* y, const float* weights, int token, int segment,
                                             int segments, int chosen) {

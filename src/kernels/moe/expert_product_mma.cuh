@@ -1,5 +1,7 @@
-// The products of experts with the inputs of their pairs, with mma.sync. For GPUs that do not run sm_90a code.
+// Matrix products of routed experts with mma.sync, for GPUs or builds without support for wgmma (see moe/mod.rs).
 // expert_mlp.cu has the kernels that compute gate_up and down with this code. mxfp4_tiles.cuh describes the layouts.
+// A pair is a token and one of its chosen experts.
+// `x` is the input of the product: tiled x for gate_up, tiled h for down.
 #pragma once
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
@@ -32,7 +34,7 @@ template <typename S> struct MmaStages {
 
 // Starts copying one step of a tile: 64 columns of x and of the weights.
 // Does not fill the part of the stage past the last pair or weight tile.
-// Old data in that part of the stage affects only results that are not stored.
+// Whatever that part of the stage contains affects only results that are not stored.
 template <typename S, typename T>
 __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& w, const Output<T>& o, const T* x,
                                           const OutputTile& tile, int step) {
@@ -124,12 +126,12 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
     }
 }
 
-// Computes the product of each expert with the inputs of its pairs, with mma.sync.
+// Multiplies each expert's matrix by the inputs of the expert's pairs, with mma.sync.
 //   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
-//   bytes moved: the weights of an expert once per tile of PAIRS pairs, mostly from L2 after the first tile;
-//   x once per 256 rows of weights, mostly from L2; the output once
+//   bytes moved: an expert's weights once per tile of up to PAIRS pairs, mostly from L2 after the first tile;
+//     x once per 256 weight rows, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];

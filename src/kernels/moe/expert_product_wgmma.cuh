@@ -1,6 +1,7 @@
 // Matrix products of routed experts with wgmma, for GPUs that run sm_90a code.
-// A pair is a token and one of its chosen experts.
 // expert_mlp.cu has the kernels that compute gate_up and down with this code. mxfp4_tiles.cuh describes the layouts.
+// A pair is a token and one of its chosen experts.
+// `x` is the input of the product: tiled x for gate_up, tiled h for down.
 //
 // Three of a block's four warpgroups multiply. The fourth copies the data of the next steps to a ring buffer.
 #pragma once
@@ -11,7 +12,7 @@
 #include "headers/wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
-// The expert matrices of a layer: tensor maps of the blocks and scales, and the size of each expert's matrix.
+// The matrices of all experts, either gate_up or down: tensor maps of the blocks and scales, and the size of a matrix.
 // `blocks` and `scales` are references to kernel parameters, because copy_tensor needs the address of the parameter.
 struct MappedWeights {
     const TensorMap &blocks, &scales;
@@ -20,9 +21,9 @@ struct MappedWeights {
 
 // The output tiles and the ring buffer of a wgmma kernel. An output tile has at most PAIRS pairs × 192 weight rows.
 // Three warpgroups compute 64 weight rows each, and a fourth warpgroup copies data.
-// The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 192.
-// While one warpgroup waits for its products, another warpgroup can unpack weights.
+// While one of the three warpgroups waits for its products, another one can unpack weights.
 // A fourth multiplying warpgroup would need more registers than a multiprocessor has.
+// The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 192.
 // A stage of the ring buffer holds STEPS steps. In a stage, the weight tiles of the same rows are adjacent.
 // If a tile has at most UNROLL_PAIRS pairs, the loop over the steps of a full stage is unrolled.
 // BLOCKS is the number of thread blocks that fit on a multiprocessor.
@@ -53,7 +54,7 @@ using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES,
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The parts of a ring buffer stage, in bytes from its start. x is first, because it needs the largest alignment.
+// The byte offsets of the parts of a ring buffer stage. x is first, because it needs the largest alignment.
 // The barrier FULL counts copying warps and copied bytes. The barrier EMPTY counts warps that have finished reading.
 // TILE is the output tile to which the stage belongs. TILE is valid only in the first stage of each output tile, and in
 // the stage after the last output tile, where it has no pairs.
@@ -108,7 +109,7 @@ public:
     }
 };
 
-// Returns `value` in a register. Without this function, the compiler would recompute `value` in each loop iteration.
+// Makes the compiler keep `value` in a register, so that it does not recompute `value` in each loop iteration.
 __device__ __forceinline__ uint32_t in_register(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
@@ -141,14 +142,15 @@ public:
 };
 
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
-// Unless a tile is wide, unpacking the weights limits the speed, so every instruction in the loop over columns matters.
+// Except with wide tiles, unpacking the weights limits the speed, so every instruction in the loops over steps matters.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, const MappedWeights& w,
                                         const Output<T>& o, const OutputTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * S::TILE_BYTES + lane * 16);
     const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * S::TILE_SCALE_BYTES + g * 4);
-    // Load what ResultStore needs now, because the loads would delay the stores. Lane i of held[j] has pair 32 · j + i.
+    // Load the biases and the indices of the pairs early, because loads just before the stores would delay the stores.
+    // In lane i, held[j] is the index of pair 32 · j + i of the tile.
     const int row_tile = tile.row_tile + warp;
     const float2 bias[1] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile)};
     uint32_t held[(N + 31) / 32];
@@ -177,8 +179,8 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
             wgmma<T>(sum, to, b + 2 * k);
             wgmma_commit();
             wgmma_wait<1>();
-            // All products before the one above have finished.
-            // After the first product of a stage, the previous stage can therefore be filled again.
+            // Only the product above can still be unfinished.
+            // If it is the first product of a stage, the previous stage can therefore be filled again.
             if (k == 0 && step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
@@ -269,7 +271,7 @@ __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const Mapped
 //
 // Warp 0 copies x after the previous kernel has ended.
 // Warp 1 copies weights and scales without waiting for the previous kernel.
-// Both warps may read `offsets` without waiting: the previous kernel is spread_tokens or gate_up, and each of these
+// Warp 1 also reads `offsets` without waiting: the previous kernel is spread_tokens or gate_up, and each of these
 // kernels lets this kernel start only after the kernels that write `offsets` have ended.
 //
 // Warps 2 and 3 have nothing to do. They exist because setmaxnreg changes the registers of a whole warpgroup.
@@ -314,12 +316,12 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedW
     }
 }
 
-// Computes the product of each expert with the inputs of its pairs.
+// Multiplies each expert's matrix by the inputs of the expert's pairs, with wgmma.
 //   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `WgmmaTile::shared_bytes` in product_kernel.rs
-//   bytes moved: the weights of an expert once per tile of PAIRS pairs, mostly from L2 after the first tile;
-//   x once per 192 rows of weights, mostly from L2; the output once
+//   bytes moved: an expert's weights once per tile of up to PAIRS pairs, mostly from L2 after the first tile;
+//     x once per 192 weight rows, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const MappedWeights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {

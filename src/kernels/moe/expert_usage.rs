@@ -1,4 +1,4 @@
-//! Counts small batches, and the distinct experts that each of these batches uses (see [`ExpertUsage`]).
+//! Counters of the distinct experts that small batches use.
 
 use candle_core::{DType, Device, Result, Tensor};
 

@@ -1,7 +1,7 @@
 // Matrix products of routed experts: out[p] = W[ids[p]] · x[p / pairs_per_x] + bias[ids[p]] for each pair p.
 //   blocks: u8 [experts, rows, columns / 32, 16], E2M1 values; the low half of a byte belongs to the even column
 //   scales: u8 [experts, rows, columns / 32], the scale of each block; byte s is 2^(s - 127), or NaN if s is 255
-//   weights: T [experts, rows, columns]; the float kernels take `weights` instead of `blocks` and `scales`
+//   weights: T [experts, rows, columns]; expert_gemv_dense takes `weights` instead of `blocks`, and ignores `scales`
 //   bias: T [experts, rows] or null
 //   x: T [pairs / pairs_per_x, columns]; `pairs_per_x` consecutive pairs share one row of x
 //   ids: u32 [pairs], the expert of each pair (expert_gemv only)
@@ -9,7 +9,8 @@
 //   out: T [pairs, rows]
 //
 // expert_gemv reads an expert's weights once per pair. expert_gemm reads them once per tile of up to 64 pairs, but
-// supports only MXFP4 weights. moe/mod.rs has the conditions under which each kernel is used.
+// supports only MXFP4 weights, and only f16 and bf16 as T.
+// moe/mod.rs has the conditions under which each kernel is used.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>
@@ -81,7 +82,7 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
     }
 FOR_EACH_DTYPE(DEFINE_GEMV)
 
-// In expert_gemm, a thread block computes EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
+// In expert_gemm, a thread block computes at most EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
 // Each of the four warps computes 32 × 32 results. Each step covers one MXFP4 block of 32 columns.
 //   grid: (ceil(rows / EXPERT_GEMM_ROWS), ceil(pairs / EXPERT_GEMM_PAIRS) + experts)
 //     A thread block past the last tile exits immediately.
@@ -110,7 +111,7 @@ __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int vali
 template <typename T>
 __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets,
                             T* out, int rows, int columns, int pairs_per_x, int experts) {
-    // Find the expert and the tile of pairs of this block.
+    // Find this block's expert and tile of pairs.
     int expert = 0, tile_index = blockIdx.y;
     for (; expert < experts; ++expert) {
         const int tiles = (offsets[expert + 1] - offsets[expert] + EXPERT_GEMM_PAIRS - 1) / EXPERT_GEMM_PAIRS;

@@ -85,7 +85,8 @@ impl ExpertWeights {
 /// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
 /// If x has three dimensions, uses `x[t, n]` instead of `x[t]`.
 ///
-/// Does not support MXFP4 tiles. On a GPU, does not support quantized weights with a bias.
+/// Does not support MXFP4 tiles, or more than [`MAX_PAIRS`] ids.
+/// On a GPU, does not support quantized weights with a bias.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
 /// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than the number of experts
@@ -145,7 +146,7 @@ pub fn expert_matmul(
     }
 }
 
-/// The GPU implementation of [`expert_matmul`]. Shapes and dtypes are checked before this module is called.
+/// The GPU implementation of [`expert_matmul`], called after that function has checked shapes and dtypes.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -161,8 +162,9 @@ mod cuda {
         sum_order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
-        // The GEMM kernels do not support f32. With `SumOrder::Fixed`, a token's results must not depend on the other
-        // tokens, and the GEMV kernel computes each pair separately.
+        // The GEMM kernels do not support f32.
+        // With `SumOrder::Fixed`, a token's results must not depend on the number of tokens in the batch, so the GEMV
+        // kernel is used for batches of any size.
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
@@ -191,7 +193,7 @@ mod cuda {
             ExpertWeights::Mxfp4Tiles(_) => {
                 bail!("cannot multiply expert weights: expert_matmul does not support MXFP4 tiles")
             }
-            ExpertWeights::Quantized(..) => unreachable!("quantized experts return above"),
+            ExpertWeights::Quantized(..) => unreachable!("expert_matmul has already returned for quantized weights"),
         }
         Ok(out)
     }

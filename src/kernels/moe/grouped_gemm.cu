@@ -1,5 +1,4 @@
 // Matrix products of routed experts with bf16 or f16 weights on tensor cores, for at least 64 (token, expert) pairs.
-// The kernel in `combine.cu` computes the weighted sum of the experts' outputs.
 //   weights: T [experts, rows, columns]; columns is a multiple of 8
 //   bias: T [experts, rows] or null
 //   x: T [pairs / per_x, columns]; `per_x` consecutive pairs share one row of x
@@ -7,8 +6,8 @@
 //   out: T [pairs, rows]
 // A thread block computes a tile of up to BM pairs of one expert × BN weight rows, BK columns at a time.
 // A segment is 16 bytes (8 columns) of a row.
-// Shared memory holds segment s of row r at position s ^ (r % 8), so ldmatrix has no bank conflicts.
-// In shared memory, segments past the last column are zeros.
+// In shared memory, segment s of row r is at position s ^ (r % 8), so ldmatrix has no bank conflicts. Segments past the
+// last column are zeros.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
@@ -37,7 +36,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     __syncthreads();
 
     // In each step, this thread copies segment `segment` of the rows `row`, `row` + 32, ... of x and of the weights.
-    // For row numbers past the last row, the thread copies from the last row.
+    // Rows past the last pair or the last weight row become copies of the last row.
     const int segment = threadIdx.x % 8, row = threadIdx.x / 8;
     const T *x_rows[BM / 32], *w_rows[BN / 32];
 #pragma unroll

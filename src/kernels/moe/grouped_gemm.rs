@@ -13,7 +13,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 ///
 /// - weights: `[experts, rows, columns]`; `columns` is a multiple of 8
 /// - bias: `[experts, rows]`
-/// - x: `[tokens, columns]` or `[tokens, chosen, columns]`; `pairs_per_x` consecutive pairs share one row
+/// - x: `[tokens, columns]` if `pairs_per_x` is `chosen`, or `[tokens, chosen, columns]` if `pairs_per_x` is 1
 /// - ids: u32 `[tokens, chosen]`
 /// - out: `[tokens, chosen, rows]`
 ///

@@ -1,4 +1,4 @@
-//! Mixture of experts: routing and matrix products.
+//! Mixture of experts: routing, the matrix products of the experts, and the sums of their outputs.
 //!
 //! A *pair* is a token and one of its `chosen` experts, so there are tokens · `chosen` pairs.
 //!
@@ -21,8 +21,8 @@
 //!
 //! - The decode graph runs the decode steps of a single sequence.
 //! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles unless a scale is NaN or exceeds 2.
-//! - `expert_few_pairs` also requires hidden and intermediate sizes that are multiples of 192.
-//!   If only tiles of 8 pairs fit in shared memory, `expert_few_pairs` is used for at most 4 pairs per expert.
+//! - `expert_few_pairs` also requires hidden and intermediate sizes that are multiples of 192, and tiles of at least
+//!   8 pairs that fit in shared memory. If no larger tiles fit, it is used for at most 4 pairs per expert.
 //! - `expert_mlp` uses wgmma on GPUs of compute capability 9.0, if the build has machine code for them.
 //!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are kernels for three tile widths (pairs per tile).
 //!   `product_kernel` chooses the width by the number of pairs per expert.

@@ -1,8 +1,8 @@
 //! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
 //!
-//! MXFP4 blocks are `[experts, rows, columns / 32, 16]`, as in openai/gpt-oss-20b.
-//! The low half of each byte is the value of an even column, and the high half is the value of the next column.
-//! MXFP4 scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127), or NaN if the byte is 255.
+//! As in openai/gpt-oss-20b, MXFP4 blocks are u8 `[experts, rows, columns / 32, 16]`.
+//! The low half of each byte holds the value of an even column, and the high half holds the value of the next column.
+//! MXFP4 scales are u8 `[experts, rows, columns / 32]`. A scale is 2^(byte - 127), or NaN if the byte is 255.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -31,7 +31,8 @@ pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usi
     let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
     if !are_bytes || bytes != MXFP4_BLOCK / 2 || scales.dims() != [experts, rows, groups] {
         bail!(
-            "cannot use MXFP4 weights: blocks {:?} and scales {:?} must be U8 and have matching shapes",
+            "cannot use MXFP4 weights: blocks {:?} and scales {:?} are not U8 [experts, rows, groups, 16] and \
+             U8 [experts, rows, groups]",
             blocks.dims(),
             scales.dims()
         );

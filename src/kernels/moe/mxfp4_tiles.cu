@@ -6,7 +6,7 @@
 // Otherwise, the tiles are grouped: rows 4t to 4t + 3 are stored at positions 2t, 2t + 1, 2t + 8 and 2t + 9.
 // Padding values are zero and have a scale of 1.
 // Sets `has_large_scale` to 1 if a scale exceeds 2 (byte 128) or is NaN (byte 255).
-// scale_factors would overflow for a scale above 2, so the caller must then use the kernels without tiles.
+// scale_factors would overflow for such a scale, so the caller must then discard the tiles.
 //   blocks: u8 [experts, rows, columns / 32, 16]
 //   scales: u8 [experts, rows, columns / 32]
 //   grid and block: one warp per tile; there are experts · ceil(rows / 16) · ceil(columns / 64) tiles

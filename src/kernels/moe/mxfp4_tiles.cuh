@@ -2,24 +2,24 @@
 //
 // At load time, `repack_mxfp4` repacks the weights [experts, rows, columns] into tiles of 16 rows × 64 columns:
 //   blocks: [experts][ceil(rows / 16)][ceil(columns / 64)][lane][16 bytes]
-//     In column tile j, the 16 bytes of lane 4g + t are one 32-bit word of each of four blocks:
+//     In column tile j, the 16 bytes of lane 4g + t are one 32-bit word of each of four MXFP4 blocks (32 values each):
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //     A lane's word of a block holds the values 8t .. 8t + 5 of that block.
 //     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
-//     Row g means position g in the tile. The order of a tile's 16 matrix rows depends on the product:
+//     Here, rows g and g + 8 are positions in the tile. The product determines which rows of the matrix they hold:
 //     In the *paired* tiles of gate_up, positions g and g + 8 hold rows 2g and 2g + 1, a gate row and its up row.
-//     In the *grouped* tiles of down, positions 2t, 2t + 1, 2t + 8 and 2t + 9 hold rows 4t to 4t + 3. After an MMA, a
-//     lane gets the results of these positions, which are then adjacent in y.
+//     In the *grouped* tiles of down, positions 2t, 2t + 1, 2t + 8 and 2t + 9 hold rows 4t to 4t + 3.
+//     A lane stores the results of these four positions (see `transposed`), which are adjacent in y.
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
 // A lane's 16 bytes unpack to its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // x is the input of gate_up, h is the input of down (the result of the clamped SwiGLU), and y is the output of down.
-// The columns of x and h are in *fragment order*.
-// expert_mlp.cu first writes a copy of x in fragment order to a buffer in device memory.
-// expert_few_pairs.cu stores x in fragment order in shared memory.
+// The products read the columns of x and h in *fragment order*.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
-// Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
+// Fragment order stores column pair 4t + p at position 4p + t, where t and p are 0 to 3.
+// expert_mlp.cu copies x in fragment order to device memory, and expert_few_pairs.cu copies it to shared memory.
+// gate_up stores h in fragment order.
 // The lanes' A fragments hold the columns of a block in fragment order, so each MMA multiplies a weight by the value of
 // x or h in the same column. The permutation of the fragment order is its own inverse.
 //
@@ -27,7 +27,7 @@
 // The rows of x and h are in the order of `sorted` (see sort_by_expert).
 // Each expert's rows of x and h start at a multiple of 8, so pairs + 8 · experts rows are always enough.
 // Segment s (16 bytes) of the 128 bytes of row r is stored at position s ^ (r % 8). Padding columns are zeros.
-// In this layout, the 64 columns of a step are contiguous for consecutive rows, so one bulk copy can load them.
+// In this layout, 64 columns of consecutive rows are contiguous, so one bulk copy can load them.
 // ldmatrix and wgmma read the tiled rows without bank conflicts.
 #pragma once
 #include "constants.cuh"
@@ -37,7 +37,7 @@
 #include "moe/e2m1.cuh"
 #include "moe/work_items.cuh"
 
-// Columns per step: the width of a weight tile. A row of x has 128 bytes per step.
+// The products process STEP columns at a time: the width of a weight tile, and 128 bytes of a row of x or h.
 constexpr int STEP = MXFP4_TILE_COLUMNS;
 
 // The type of two packed values of type T.
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, 
 
 // Converts four scale bytes, of two blocks in each of rows g and g + 8, to factors for unpacked values.
 // Word i of `factors` holds the factors of block i: row g in the low half, row g + 8 in the high half.
-// __hmul2 can multiply both values of an item by the same half of the word, so one word is enough for both rows.
+// One instruction can multiply both values of an item by the same half of a word, so one word is enough for both rows.
 // The factors of scale bytes above 128 would overflow. `Mxfp4Tiles::repack` rejects such scales.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[2]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
@@ -91,7 +91,7 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
 
 // Converts the results of e2m1_items to T: the E2M1 values times 2^-126 (bf16) or 2^-14 (f16).
 template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&items)[4]) {
-    // The magnitude of an item starts at bit 9 in f16, and at bit 6 in bf16.
+    // The magnitude of an item is in bits 8..6, as in a bf16. In an f16, it must be in bits 11..9.
     if constexpr (__is_same(T, __half)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) items[i] = (items[i] & 0x01C001C0u) << 3 | (items[i] & 0x80008000u);
@@ -99,7 +99,7 @@ template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&i
 }
 
 // Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies each item by the factor of its row.
-//   factors: a word of scale_factors
+//   factors: one of the two words that scale_factors returns
 template <typename T, int PART>
 __device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t factors, uint32_t (&items)[4]) {
     using T2 = typename Pair<T>::type;
@@ -122,7 +122,8 @@ struct Weights {
 };
 
 // One tile of the output: the product of a token tile and a tile of weight rows.
-// A token tile contains pairs of one expert. The token tiles of an expert have about equally many pairs.
+// A token tile contains pairs of one expert. All token tiles of an expert have the same number of pairs, a multiple of
+// 8, except that the last one can have fewer.
 struct OutputTile {
     int expert, first_pair, pairs;
     int row;       // the tile's first row in tiled x and h
@@ -131,7 +132,7 @@ struct OutputTile {
 
 // Finds output tile `number`. Returns false if `number` is past the last tile.
 // Output tiles are ordered by expert.
-// Within an expert, the tiles that have the same weight rows and different pairs are consecutive.
+// Within an expert, tiles with the same weight rows and different pairs are consecutive.
 // With this order, weights are mostly read from DRAM only once, and activations stay in L2.
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
@@ -190,13 +191,14 @@ __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int exp
     return make_float2(to_float(bias[first]), to_float(bias[second]));
 }
 
-// Returns the index of the pair whose results ResultStore stores in this lane. Only down needs it, for the row of y.
+// For down, returns the index of the pair whose results this lane stores (see ResultStore). This is also the row of y.
+// gate_up does not need the index.
 template <bool GATE_UP, typename T>
 __device__ __forceinline__ uint32_t pair_of_lane(const Output<T>& o, const OutputTile& tile, int token) {
     return GATE_UP ? 0 : o.sorted[tile.first_pair + min(token + (int)threadIdx.x % 32 / 4, tile.pairs - 1)];
 }
 
-// Stores a warp's results for an output tile: the products of TILES weight tiles, from `row_tile` on, and all pairs.
+// Stores a warp's results for TILES consecutive weight tiles of an output tile. `row_tile` is the first weight tile.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
 // The constructor computes what does not depend on the pair, so that `store` needs few instructions.
 template <typename T, bool GATE_UP, int TILES> class ResultStore {
@@ -211,7 +213,7 @@ public:
         : o(o), rows(rows), is_padding(row_tile * 16 >= rows) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         if constexpr (GATE_UP) {
-            // Word row_tile % 4 of a segment holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.
+            // Word row_tile % 4 of segment `segment` holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.
             const unsigned row = tile.row + g, segment = row_tile / 4 * 4 + t;
             const size_t at = ((size_t)(segment / 8) * o.tiled_rows + row) * 8 + (segment ^ row) % 8;
             to = o.out + at * 8 + row_tile % 4 * 2;
@@ -223,7 +225,7 @@ public:
     }
 
     // Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
-    // For gate_up, applies the clamped SwiGLU before storing.
+    // For gate_up, first applies the clamped SwiGLU and multiplies by h_factor.
     // `token` is the index of the first of the 8 pairs in the token tile. `pair` is the result of pair_of_lane.
     // For each weight tile, lane 4g + t passes four sums: position g for pairs 2t and 2t + 1, then position g + 8 for
     // the same pairs.
@@ -238,7 +240,7 @@ public:
                 words[i] = transposed<T>(first * o.h_factor, second * o.h_factor);
                 if (is_padding) words[i] = 0;  // padding columns of h
             }
-            // 8 pairs further, the place is 8 tiled rows of 64 columns further: the swizzle repeats every 8 rows.
+            // `token` is a multiple of 8, and the swizzle repeats every 8 rows, so `place` is `token` rows after `to`.
             T* place = to + token * 64;
             if (token >= pairs) return;
             if constexpr (TILES == 1)
@@ -246,7 +248,8 @@ public:
             else
                 *reinterpret_cast<uint2*>(place) = make_uint2(words[0], words[1]);
         } else {
-            // One instruction. The compiler would otherwise add o.out last, with several instructions for each pair.
+            // Computes to + pair · rows in one instruction.
+            // Without asm, the compiler would add o.out last, with several instructions for each pair.
             T* row;
             asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(row) : "r"(pair), "r"(rows * (int)sizeof(T)), "l"(to));
             __builtin_assume(__isGlobal(row));  // after asm, the compiler no longer knows that y is in global memory

@@ -7,7 +7,7 @@ use crate::kernels::constants::{MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS, MXFP4_TILE
 use crate::kernels::launch::{Arguments, BoxOrder, Launch, LaunchShape, TensorMap, module};
 use crate::kernels::{bytes, unsupported};
 
-/// MXFP4 matrices in tiles of 16 rows × 64 columns, in the order in which tensor cores read them.
+/// The MXFP4 matrices of a layer's experts, in tiles of 16 rows × 64 columns for tensor cores.
 #[derive(Clone, Debug)]
 pub struct Mxfp4Tiles {
     /// The E2M1 values: u8 `[experts, ceil(rows / 16), ceil(columns / 64), 512]`.
@@ -72,8 +72,8 @@ impl Mxfp4Tiles {
     }
 
     /// Returns tensor maps of the blocks and of the scales.
-    /// A box contains the tiles of `row_tiles` adjacent row tiles and `steps` adjacent column tiles.
-    /// A map has the dimensions `[experts, row tiles, bytes of all column tiles]`.
+    /// A map has the dimensions `[experts, rows of tiles, bytes of a row of tiles]`.
+    /// A box contains `row_tiles` × `steps` adjacent tiles of one expert.
     pub fn tensor_maps(&self, row_tiles: usize, steps: usize) -> Result<[TensorMap; 2]> {
         let map = |tensor: &Tensor| {
             let (experts, height, columns, bytes) = tensor.dims4()?;

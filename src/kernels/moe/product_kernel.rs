@@ -19,10 +19,12 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiproces
 /// with 6. On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on
 /// (`docs/benchmark-history.md`).
 /// Both measurements were made before `expert_mlp.cu` used tensor maps.
-/// With tensor maps and longer stages, the kernels of `expert_mlp.cu` for few pairs take 2% to 12% less time (H200).
+/// With tensor maps and longer stages, its kernels for few pairs take 2% to 12% less time (H200), so a lower limit may
+/// be better now.
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
-/// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.
+/// A kernel for the matrix products of all experts with MXFP4 tiles.
+/// A thread block can process several output tiles, so the grid depends only on the kernel and the GPU.
 #[derive(Clone, Copy)]
 pub(super) enum ProductKernel {
     /// A kernel from `expert_few_pairs.cu`, for few pairs per expert.
@@ -44,13 +46,13 @@ impl ProductKernel {
     ) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
-        // The kernels in `expert_mlp.cu` always add the products of a row from the first column to the last.
+        // The kernels in `expert_mlp.cu` always add the products of a row in the same order.
         // The kernels in `expert_few_pairs.cu` divide the sums of some rows among warps, depending on the routing.
         if sum_order == SumOrder::Fastest
             && let Some(kernel) = FewPairsKernel::choose(device, columns, rows / 2)?
         {
             // If an expert has more pairs than fit in a tile, its weights are read again for the next tile.
-            // Some experts have more pairs than the average, so the average must be at most half the size of a tile.
+            // Some experts have more pairs than the average, so a tile must have room for twice the average.
             let limit = FEW_PAIRS_PER_EXPERT.min(kernel.max_pairs / 2);
             if pairs <= limit * experts {
                 return Ok(Self::FewPairs(kernel));
@@ -102,7 +104,7 @@ impl ProductKernel {
     }
 }
 
-/// Returns the size in bytes of the shared memory that an mma.sync kernel needs.
+/// Returns the size in bytes of the shared memory that an mma.sync kernel with tiles of up to `pairs` pairs needs.
 ///
 /// A pipeline stage holds 64 columns of `pairs` rows of x or h, and `EXPERT_MMA_ROW_TILES` weight tiles with their
 /// scales.
@@ -151,8 +153,9 @@ const WIDE: WgmmaTile = WgmmaTile {
 impl WgmmaTile {
     /// Returns the size in bytes of the shared memory that the kernel needs.
     ///
-    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds `stage_steps` steps of 64 columns,
-    /// two barriers and an `OutputTile`. The ring buffer and its stages are aligned to 1024 bytes.
+    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds `stage_steps` steps of 64 columns of x
+    /// or h and of the weights, two barriers and an `OutputTile`.
+    /// The ring buffer and its stages are aligned to 1024 bytes.
     const fn shared_bytes(self) -> usize {
         let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
         let stage_bytes = self.stage_steps * (self.pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;

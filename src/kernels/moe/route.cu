@@ -5,19 +5,19 @@
 //   bias: f32 [experts] or null
 //   routing_weights: f32 [tokens, chosen], a softmax over the logits of the chosen experts
 //   sorted, offsets, rows: see sort_by_expert
-//   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
+//   usage: u32 [2] or null; each launch increments usage[0], and adds the number of experts with pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   chosen <= experts and chosen <= MAX_CHOSEN_EXPERTS
 //   grid: (ROUTE_CLUSTER, ceil(tokens / ROUTE_CLUSTER)); cluster: (ROUTE_CLUSTER, 1); block: 256
-//   bytes moved: 4 · (tokens + experts) · columns; with several clusters, most later reads of `weight` hit L2
+//   bytes moved: 4 · (tokens + experts) · columns; each cluster reads all of `weight`, mostly from L2 after the first
 //
 // A cluster routes as many tokens as it has blocks. Its warps divide the columns, and compute the partial logits of all
 // tokens of the cluster. Each block then adds up the partial logits of one token, and chooses experts for this token.
 // The last block of the grid sorts all pairs.
 //
 // The blocks exchange data without memory fences, because a fence waits for all earlier memory accesses of its thread.
-// The blocks send their partial logits with st.async, and a barrier counts the bytes that have arrived.
-// The sorting block polls the chosen experts of other blocks.
+// Instead, they send partial logits with st.async, and a barrier counts the bytes that have arrived.
+// The sorting block polls `chosen_experts` until it has the chosen experts of all tokens.
 // The partial logits of a token are always added in the same order, so its logits do not depend on other tokens.
 #include "constants.cuh"
 #include "headers/barrier.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t load_chosen(int pair) {
 // Waits for the chosen experts, and sorts all pairs by expert.
 // Unlike sort_by_expert, keeps the pairs of each expert in ascending order.
 // The order determines which pairs share a tile in later kernels, so a fixed order makes results reproducible.
-// Adds 1 to usage[0], and the number of experts that have pairs to usage[1].
+// Increments usage[0], and adds the number of experts with pairs to usage[1].
 //   next, padding, experts_of: scratch space in shared memory
 __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, uint32_t* rows, uint32_t* usage,
                                            uint32_t (*next)[ROUTE_EXPERTS], uint32_t* padding, uint16_t* experts_of,
@@ -64,7 +64,7 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
     // Each warp sorts up to `share` consecutive pairs. experts_of[p] is the expert of pair p.
     // At first, next[w][e] is the number of pairs of expert e in the share of warp w.
     // Later, next[w][e] is the position in `sorted` of the next pair of expert e from this share.
-    // padding[e] is the number of unused rows before the first row of expert e.
+    // padding[e] is the number of unused rows before the first row of expert e in a tiled tensor.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
@@ -132,9 +132,10 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
     }
 }
 
-// Multiplies 16 columns of the weights of 32 experts by the same columns of 8 tokens. In lane 4g + t:
-//   weights[i] are columns 4t to 4t + 3 of expert 8i + g, and x are the same columns of token g
-//   sums[m][0] is part of the tile of experts 16m to 16m + 15, in the layout of multiply_add_tf32
+// Multiplies 16 columns of the weights of 32 experts by the same columns of 8 tokens, and adds the products to `sums`.
+// In lane 4g + t:
+//   weights[i] has columns 4t to 4t + 3 of expert 8i + g, and x has the same columns of token g
+//   sums[m][0] has the lane's sums for experts 16m to 16m + 15, in the layout of d in multiply_add_tf32
 __device__ __forceinline__ void multiply_columns(float (&sums)[2][1][4], const float4 (&weights)[4], const float4& x) {
     Tf32Pair a[2][2][4], b[1][4];
 #pragma unroll
@@ -148,8 +149,8 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[2][1][4], const f
 extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1, 1)
     route_f32(const float* x, const float* weight, const float* bias, float* routing_weights, uint32_t* sorted,
               uint32_t* offsets, uint32_t* rows, uint32_t* usage, int tokens, int columns, int experts, int chosen) {
-    // The sort reuses the memory of the partial logits.
-    // If this block used more shared memory, it could delay the next kernel's blocks on the same multiprocessor.
+    // The sort reuses the memory of the partial logits, because blocks with more shared memory could leave too little
+    // for the next kernel's blocks, which start early (see pdl.cuh).
     __shared__ union {
         float of_warps[WARPS][BLOCKS][EXPERTS];  // of this block's warps, for the tokens of all blocks of the cluster
         uint32_t next[WARPS][ROUTE_EXPERTS];
@@ -213,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
             for (int i = 0; i < 4; ++i)
                 partials.of_warps[warp][2 * t + i % 2][16 * m + 8 * (i / 2) + g] = sums[m][0][i];
         __syncthreads();
-        // Each thread adds up the sums of all warps for one token and one expert.
-        // The first block of the cluster also adds the bias.
+        // Each thread adds up the partial logits of this block's warps for one token and one expert.
+        // In the first block of the cluster, it also adds the bias.
         float sum = added;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += partials.of_warps[w][warp][lane];
@@ -223,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     }
 
     // 2. Choose the experts of this block's token. A block must not end before all stores to its memory have arrived.
-    // barrier_wait does not order accesses to memory of other blocks, but the data is in this block's own memory.
+    // barrier_wait does not order accesses to other blocks' memory. Here, the data is in this block's own memory.
     if (warp == 0) barrier_wait(arrived, 0);
     if (warp == 0 && token < tokens) {
         const auto logit_of = [&](int expert) {
@@ -240,7 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
         }
     }
 
-    // 3. Sort the pairs of all tokens. Only this block waits for other clusters, and GPUs start its cluster last.
+    // 3. In the last block of the grid, sort the pairs of all tokens.
+    // Only this block waits for other clusters. In practice, GPUs start its cluster last.
     // Even if its cluster started first, the wait would end: the other clusters could run on the other multiprocessors.
     if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) {
         __syncthreads();  // other warps may still use the memory that sort_pairs reuses

@@ -17,10 +17,11 @@ use crate::kernels::unsupported;
 
 /// The (token, expert) pairs of a batch, sorted by expert, and their routing weights.
 pub struct RoutedPairs {
-    /// u32 `[pairs]`: the pairs, sorted by expert. Pair t · chosen + n is token t with its chosen expert n.
+    /// u32 `[pairs]`: the indices of the pairs, sorted by expert.
+    /// Pair t · chosen + n is token t with its chosen expert n.
+    /// If [`route`](Self::route) took one launch, each expert's pairs are in ascending order.
     pub sorted: Tensor,
     /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e.
-    /// If [`route`](Self::route) sorted the pairs in one launch, each expert's pairs are in ascending order.
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub weights: Tensor,
@@ -39,7 +40,8 @@ impl RoutedPairs {
             let (ids_dtype, weights_dtype) = (ids.dtype(), weights.dtype());
             let (ids, weights) = (ids.dims(), weights.dims());
             bail!(
-                "cannot sort pairs: invalid ids {ids_dtype:?} {ids:?} or routing weights {weights_dtype:?} {weights:?}"
+                "cannot sort pairs: ids {ids_dtype:?} {ids:?} and routing weights {weights_dtype:?} {weights:?} \
+                 must be U32 and F32, and have the same shape with at most {MAX_CHOSEN_EXPERTS} experts per token"
             );
         }
         let SortedPairs { sorted, offsets, rows } = sort_by_expert(device, ids, experts)?;
@@ -53,12 +55,12 @@ impl RoutedPairs {
     /// - x: f32 `[tokens, hidden]`
     /// - weight: f32 `[experts, hidden]`
     /// - bias: f32 `[experts]`
-    /// - usage: counters of batches and experts; not changed if routing takes several launches
+    /// - usage: counters of batches and of their distinct experts; not changed if routing takes several launches
     ///
     /// Routing takes one launch if there are at most `ROUTE_TOKENS` tokens and `ROUTE_EXPERTS` experts, if the hidden
     /// size is a multiple of 4, and if the GPU can run kernels with clusters (`runs_hopper_code`).
-    /// Otherwise, it takes two launches (`choose_experts.cu`, `sort_by_expert.cu`), or more if `choose_experts` is not the
-    /// fastest way.
+    /// Otherwise, it takes two launches (`choose_experts.cu`, `sort_by_expert.cu`).
+    /// It takes more launches if `choose_experts` would be slower or does not support the router.
     pub fn route(
         x: &Tensor,
         weight: &Tensor,
@@ -98,7 +100,7 @@ impl RoutedPairs {
         Self::new(&ids, weights, experts)
     }
 
-    /// Routes up to `ROUTE_TOKENS` tokens in one launch. `route` has already checked all shapes, and the device.
+    /// Routes up to `ROUTE_TOKENS` tokens in one launch. `route` has already checked the shapes, dtypes and device.
     fn route_few_tokens(
         device: &CudaDevice,
         x: &Tensor,

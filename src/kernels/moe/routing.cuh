@@ -13,10 +13,10 @@ struct Routing {
     float weight[MAX_CHOSEN_EXPERTS];
 
     // Stores the experts with the `count` largest logits, in descending order. Ties go to the lower id. NaN comes last.
-    // Computes the routing weights of the first `chosen` of the stored experts.
-    // The routing weights are a softmax over these `chosen` experts, or over all experts if `over_all` is true.
+    // Also stores the routing weights of the first `chosen` of these experts: a softmax over these `chosen` experts, or
+    // over all experts if `over_all` is true.
     // `logit_of(e)` returns the logit of expert e. All lanes of the warp must call choose_by.
-    // `experts` must be at most 1024, because a lane handles at most 32 experts: one for each bit of `taken`.
+    // `experts` must be at most 1024: each lane has at most 32 of the experts, one for each bit of `taken`.
     template <typename Logit>
     __device__ __forceinline__ void choose_by(Logit&& logit_of, int experts, int count, int chosen, int lane,
                                               bool over_all = false) {

@@ -1,10 +1,10 @@
 // Sorts the indices of the (token, expert) pairs by expert. Pair p belongs to expert ids[p].
 // The pairs of expert e are sorted[offsets[e] .. offsets[e + 1]], in any order.
-// Also computes the row of each pair in a tiled tensor (mxfp4_tiles.cuh).
-// In tiled tensors, each expert's rows start at a multiple of 8.
+// Also computes the row of each pair in a tiled tensor, where each expert's rows start at a multiple of 8
+// (mxfp4_tiles.cuh).
 //   ids, sorted, rows: u32 [pairs]
 //   offsets: u32 [experts + 1]; experts <= MAX_EXPERTS
-//   grid: the blocks divide the pairs; block: 1024
+//   grid: any number of blocks, each of which sorts a share of the pairs; block: 1024
 //   bytes moved: 12 · pairs, and 4 · pairs per block, mostly from L2
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -13,7 +13,7 @@
 // The number of ids that a thread loads before it uses the first id, so that its loads overlap.
 constexpr int BATCH = 8;
 
-// Calls `use(p, ids[p])` for this thread's part of the pairs from `first` to `end`.
+// Calls `use(p, ids[p])` for all pairs p from `first` to `end` - 1. The threads of the block divide the calls.
 template <typename Use> __device__ __forceinline__ void each_pair(const uint32_t* ids, int first, int end, Use use) {
     for (int start = first + threadIdx.x; start < end; start += BATCH * blockDim.x) {
         uint32_t loaded[BATCH];
@@ -27,9 +27,9 @@ template <typename Use> __device__ __forceinline__ void each_pair(const uint32_t
 
 extern "C" __global__ void __launch_bounds__(1024)
     sort_by_expert(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* rows, int pairs, int experts) {
-    // At first, next[e] counts the pairs of expert e in the shares of earlier blocks. rest[e] counts all its other
+    // At first, next[e] counts the pairs of expert e in the shares of earlier blocks, and rest[e] counts its other
     // pairs. Later, next[e] is the position in `sorted` of the next pair of expert e from this block's share.
-    // padding[e] is the number of unused rows before the first row of expert e.
+    // padding[e] is the number of unused rows before the first row of expert e in a tiled tensor.
     __shared__ uint32_t next[MAX_EXPERTS], rest[MAX_EXPERTS], padding[MAX_EXPERTS];
     const int share = (pairs + gridDim.x - 1) / gridDim.x, first = min((int)blockIdx.x * share, pairs);
     for (int e = threadIdx.x; e < experts; e += blockDim.x) next[e] = rest[e] = 0;

@@ -7,8 +7,8 @@ use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::scratch;
 
-/// The maximum number of pairs that a thread block sorts, unless there are already [`MAX_BLOCKS`] blocks.
-/// Every block counts all pairs, so with more blocks, counting takes a larger part of the time.
+/// The maximum number of pairs that a thread block sorts, unless this would take more than [`MAX_BLOCKS`] blocks.
+/// Every block counts all pairs, so the blocks do more work in total with smaller shares.
 const PAIRS_PER_BLOCK: usize = 2048;
 /// The maximum number of thread blocks.
 const MAX_BLOCKS: usize = 32;

@@ -2,7 +2,7 @@
 #pragma once
 #include "headers/common.cuh"
 
-// A work item: all or part of the work on one tile of an expert's pairs.
+// A work item: one tile of an expert's pairs, with all or some of the expert's weight rows.
 struct WorkItem {
     int expert;
     int index, count;  // the index of this item among the expert's `count` items
@@ -11,7 +11,7 @@ struct WorkItem {
 };
 
 // Finds work item `number`. Returns false if `number` is past the last work item.
-// An expert with p pairs has ceil(p / unit) tiles of up to `unit` pairs. Each tile has `times` work items.
+// An expert with p pairs has ceil(p / unit) tiles of up to `unit` pairs, and `times` work items per tile.
 // All lanes of the warp must call find_work_item with the same `number`.
 __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
                                                WorkItem& item) {

@@ -61,7 +61,7 @@ impl Arguments {
         Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }
 
-    /// Adds the two arguments that tell a kernel how to quantize its input: the mode and the static scale.
+    /// Adds the two arguments that tell a kernel how to quantize its input: the mode, and the static scale or 0.
     pub fn input_quantization(self, quantization: InputQuantization) -> Self {
         let (number, scale) = match quantization {
             InputQuantization::None => (QUANTIZATION_NONE, 0.0),

@@ -2,7 +2,7 @@
 
 use crate::kernels::constants;
 
-/// The number of columns in a group. In matrix products, a lane of a warp reads one group at a time.
+/// The number of columns in a group (see [`super`]).
 pub const GROUP_COLUMNS: usize = 32;
 /// The number of columns in a superblock of the K formats: eight groups with common super-scales.
 pub const SUPERBLOCK_COLUMNS: usize = 256;
@@ -56,7 +56,7 @@ impl WeightFormat {
         Self::Fp8,
     ];
 
-    /// Returns how many bytes each plane has per group of [`GROUP_COLUMNS`] values, or per superblock.
+    /// Returns the size in bytes of each plane, per group or superblock.
     pub fn plane_bytes(self) -> PlaneBytes {
         let (low, high, scales, supers) = match self {
             Self::Q4_0 => (16, 0, 2, 0),
@@ -75,7 +75,7 @@ impl WeightFormat {
     }
 
     /// Returns the number of columns in a unit: a superblock in the K formats, a group in the others.
-    /// Splitting a matrix by columns must not split a unit.
+    /// When several GPUs divide the columns of a matrix, no unit may be split.
     pub fn column_unit(self) -> usize {
         if self.plane_bytes().supers > 0 { SUPERBLOCK_COLUMNS } else { GROUP_COLUMNS }
     }

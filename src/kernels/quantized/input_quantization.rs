@@ -37,7 +37,7 @@ fn launch_fake_quantize(
         Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_quantization(quantization);
     let kernel = format!("fake_quantize_{}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
-    // SAFETY: both tensors have the same shape and dtype, and there is one scale per token.
+    // SAFETY: `x` and `out` have the same shape and dtype, and `scales`, if any, has one scale per token.
     unsafe { launch.enqueue(device)? };
     Ok(out)
 }

@@ -1,4 +1,4 @@
-//! The operations of a [`QuantizedMatrix`] on any device: matrix products, dequantization and embedding lookup.
+//! The operations of a [`QuantizedMatrix`] on a CPU or GPU: matrix products, dequantization and embedding lookup.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -66,7 +66,8 @@ impl QuantizedMatrix {
 
     /// Looks up the embedding rows `ids` and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
     ///
-    /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
+    /// `ids` are u32 `[tokens]`. On a CPU, fails if an id is not a valid row index.
+    /// On a GPU, the caller guarantees that every id is valid.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self.device() {
             Device::Cpu => {

@@ -1,5 +1,5 @@
-//! Lays out Markdown tables. If a table does not fit in the window, its widest columns shrink.
-//! If a table has too many columns, each cell gets lines of its own.
+//! Lays out Markdown tables. If a table is wider than the window, its widest columns shrink.
+//! If it has too many columns for the window, each cell gets lines of its own.
 
 use pulldown_cmark::Alignment;
 
@@ -10,7 +10,7 @@ const SEPARATOR: usize = 3;
 /// The minimum width to which a wide table column shrinks, in character cells.
 const MIN_COLUMN: usize = 4;
 
-/// Lays out rows of cells. The first row is the header.
+/// Lays out a table in a window of `columns` character cells. The first row is the header.
 pub fn layout(rows: &[Vec<StyledLine>], alignments: &[Alignment], columns: usize) -> Vec<StyledLine> {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     if MIN_COLUMN * count + SEPARATOR * count.saturating_sub(1) > columns {
@@ -43,10 +43,10 @@ pub fn layout(rows: &[Vec<StyledLine>], alignments: &[Alignment], columns: usize
     lines
 }
 
-/// Lays out a table that is too wide for the window: each row becomes lines of `header: value`.
+/// Lays out a table that has too many columns for the window: each nonempty cell becomes a line `header: value`.
 fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
     let Some((header, rows)) = rows.split_first() else { return Vec::new() };
-    // A table without rows shows only its header.
+    // Without rows below the header, show the header cells alone.
     if rows.is_empty() {
         return header.iter().flat_map(|cell| wrap(cell, columns)).collect();
     }
@@ -77,7 +77,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     let mut excess = widths.iter().sum::<usize>().saturating_sub(available);
     while excess > 0 {
         let Some(widest) = widths.iter().copied().max().filter(|&widest| widest > MIN_COLUMN) else { break };
-        // Shrink all of the widest columns to the next smaller width. Shrink them less if that is enough.
+        // Shrink all columns of the largest width to the next smaller width, or less if that is enough.
         let next_width = widths.iter().copied().filter(|&width| width < widest).max().unwrap_or(0).max(MIN_COLUMN);
         let widest_count = widths.iter().filter(|&&width| width == widest).count();
         let step = (widest - next_width).min(excess.div_ceil(widest_count)).max(1);
@@ -89,7 +89,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     widths
 }
 
-/// Appends one wrapped line of a cell, aligned in its column. The last column has no trailing spaces.
+/// Appends one line of a wrapped cell, aligned in its column. The last column has no trailing spaces.
 fn push_aligned(line: &mut StyledLine, text: StyledLine, columns: usize, alignment: Alignment, is_last: bool) {
     let free = columns.saturating_sub(width(&text));
     let before = match alignment {

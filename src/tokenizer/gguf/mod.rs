@@ -2,9 +2,11 @@
 //!
 //! Source: llama.cpp's handling of the `tokenizer.ggml.*` keys (ggml-org/llama.cpp, `src/llama-vocab.cpp`).
 //! The tests compare token ids with llama.cpp's test vectors and with tokenizer.json.
-//! Where llama.cpp is known to differ from a model's tokenizer.json, this code follows tokenizer.json.
-//! GGUF files are untrusted, and some values make the `tokenizers` library panic. This code rejects the known values,
-//! and `guarded` converts any other panic to an error.
+//! For byte-level BPE, this code follows the model's tokenizer.json where llama.cpp is known to differ from it.
+//! For SentencePiece, this code follows llama.cpp.
+//!
+//! GGUF files are untrusted, and some values make the `tokenizers` library panic. This code rejects the values
+//! that are known to do so, and `guarded` converts any other panic to an error.
 
 mod pre;
 mod sentencepiece;
@@ -167,7 +169,7 @@ fn added_tokens(vocabulary: &Vocabulary) -> Vec<AddedToken> {
     vocabulary.tokens.iter().enumerate().filter_map(added).collect()
 }
 
-/// Returns the post-processor that adds the BOS and EOS tokens, if any.
+/// Returns the post-processor that adds BOS and EOS, or `None` if encoding adds neither.
 fn post_processor(vocabulary: &Vocabulary, special: &SpecialIds) -> Result<Option<PostProcessorWrapper>> {
     let bos = special.bos.filter(|_| special.add_bos);
     let eos = special.eos.filter(|_| special.add_eos);

@@ -1,11 +1,11 @@
 //! The pre-tokenizers that the metadata key `tokenizer.ggml.pre` can name.
 //!
-//! A pre-tokenizer applies its split patterns in order.
-//! Each pattern splits the pieces from the previous pattern. Text between matches also becomes a piece.
+//! A pre-tokenizer applies its split patterns in order. Each pattern splits the pieces from the previous pattern: each
+//! match becomes a piece, and so does the text between matches. The last pieces are the words that BPE encodes.
 //!
 //! The names come from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
-//! Where possible, the patterns come from each model's tokenizer.json, because llama.cpp rewrites them for its own
-//! regex engine.
+//! Most patterns come from the tokenizer.json of a model, not from llama.cpp, which rewrites them for its own regex
+//! engine.
 
 /// The split patterns of a byte-level BPE tokenizer, and other settings that depend on the name of the pre-tokenizer.
 pub struct PreTokenizerSpec {

@@ -2,7 +2,8 @@
 //!
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
 //! BPE produces the same result if every split of a token into two tokens is a merge, ranked by the token's score.
-//! transformers converts SentencePiece scores in the same way.
+//! transformers converts SentencePiece scores in the same way, but may order merges with equal scores differently.
+//!
 //! For equal scores, SentencePiece joins the leftmost pair, and the converted BPE joins the pair whose joined token
 //! has the lowest id. In Llama and Mistral vocabularies, only runs of spaces have equal scores, and both rules join
 //! a run of spaces in the same way.
@@ -14,8 +15,8 @@ use tokenizers::models::bpe::Merges;
 
 use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 
-/// The limit on the sum of squared token lengths in bytes. The run time of the conversion is proportional to this sum.
-/// For Llama 2, the sum is about 2 million.
+/// The maximum sum of the squared lengths of normal tokens, in bytes. The run time of the conversion is proportional to
+/// this sum. For Llama 2, the sum is about 2 million.
 const MAX_WORK: usize = 1 << 29;
 
 /// Returns the BPE merges that are equivalent to the SentencePiece scores, in order of decreasing score.
@@ -28,9 +29,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(id, _)| is_normal(vocabulary, *id)) {
         work = work.saturating_add(token.len().saturating_mul(token.len()));
         if work > MAX_WORK {
-            bail!(
-                "metadata key tokenizer.ggml.tokens: the sum of the squared lengths of the tokens up to id {id} is too large"
-            );
+            bail!("metadata key tokenizer.ggml.tokens: the tokens up to id {id} are too long to convert to BPE merges");
         }
         for (cut, _) in token.char_indices().skip(1) {
             let (left, right) = token.split_at(cut);
@@ -42,8 +41,8 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
             bail!("metadata key tokenizer.ggml.tokens: the tokens form more than {MAX_MERGES} merges");
         }
     }
-    // As in transformers, merges with equal scores are ordered by the ids of the joined tokens.
-    // Merges that produce the same token are ordered by the ids of their parts.
+    // As in the tokenizer.json files of Llama 2 and Mistral, merges with equal scores are ordered by the ids of the
+    // joined tokens, and merges that produce the same token by the ids of their parts.
     let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
     found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())

@@ -58,19 +58,20 @@ pub struct SpecialIds {
 }
 
 /// The type of a token, from `tokenizer.ggml.token_type`.
-/// A token without a type, or with a number that stands for none of these types, is `Normal`.
+/// A token without a type, or with an unknown type number, is `Normal`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,
     Unknown,
     Control,
-    /// Matched before merges are applied, like a control token, but allowed in ordinary text.
+    /// Matched before merges are applied, like a control token. Ordinary text may contain it, unless it looks like a
+    /// control token, such as `<think>`.
     UserDefined,
     Unused,
     Byte,
 }
 
-/// Known stop tokens, which are found by their text, because most files name only one stop token in their metadata.
+/// Known stop tokens. They are found by their text, because most files name only one stop token in the metadata.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",
@@ -142,7 +143,8 @@ impl Vocabulary<'_> {
         Ok(ids)
     }
 
-    /// Returns the special ids. Validates ids from the metadata and finds other stop tokens by their text.
+    /// Returns the special ids from the metadata, and the ids of stop tokens that are found by their text.
+    /// Fails if an id in the metadata is invalid, or if encoding must add BOS or EOS but that token has no id.
     pub fn special_ids(&self) -> Result<SpecialIds> {
         let named = |key: &str, id: Option<u32>| match id {
             Some(id) if id as usize >= self.tokens.len() => {

@@ -1,5 +1,5 @@
-//! Tests of failing writes: full disks, file size limits and closed output streams.
-//! Also tests which signals the editor inherits.
+//! Tests of failing writes: full disks, file size limits and a closed stderr.
+//! Another test checks the signals that the editor of the chat inherits.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -85,11 +85,11 @@ fn chat_continues_if_stderr_is_a_full_disk() {
     assert!(chat.is_sane());
 }
 
-/// A chat continues without its history and its journal if they cannot be written.
+/// A chat continues if its history, its journal and an exported file cannot be written.
 #[test]
 fn chat_continues_at_the_file_size_limit() {
     let home = TempDir::new().unwrap();
-    // The demo must be in the cache before the file size limit applies.
+    // Write the demo to the cache first, because the file size limit would make this fail.
     assert!(inferno(&home).args(ASK_DEMO).output().unwrap().status.success());
     let mut chat = Screen::with_script(&home, "ulimit -f 0; exec \"$@\"", &DEMO, &[]);
     chat.wait(">>> ");
@@ -101,7 +101,7 @@ fn chat_continues_at_the_file_size_limit() {
     assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
 }
 
-/// A child process inherits ignored and blocked signals, so inferno must reset them before it starts the editor.
+/// A child process inherits which signals are ignored or blocked. inferno ignores SIGPIPE, but the editor must not.
 #[test]
 fn editor_starts_with_default_signals() {
     let home = TempDir::new().unwrap();
@@ -118,7 +118,7 @@ fn editor_starts_with_default_signals() {
     let signals = fs::read_to_string(home.path().join("signals")).unwrap();
     for line in signals.lines() {
         let mask = u64::from_str_radix(line.split_whitespace().next_back().unwrap(), 16).unwrap();
-        // SIGPIPE is 13, SIGTERM is 15, and SIGXFSZ is 25.
+        // SIGPIPE (13), SIGTERM (15) and SIGXFSZ (25) must be neither ignored nor blocked.
         assert!([13, 15, 25].iter().all(|signal| mask >> (signal - 1) & 1 == 0), "{signals}");
     }
 }

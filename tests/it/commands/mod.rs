@@ -1,4 +1,4 @@
-//! Tests of the command line. `tests/it/hub` has the tests of `download`, `verify` and other commands for the cache.
+//! Tests of the command line. The tests of `download`, `verify`, `remove` and `prune` are in `tests/it/hub`.
 
 mod bench;
 mod cli;

@@ -1,4 +1,4 @@
-//! Tests of keys and signals: no input is lost, and the terminal is restored.
+//! Tests of keys and signals: typed-ahead and invalid input, Ctrl-C, Ctrl-Z, and the restored terminal modes.
 
 use std::fs;
 use std::time::Duration;
@@ -39,7 +39,7 @@ fn signals_restore_the_terminal() {
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
         (Signal::SIGQUIT, false),
-        // SIGUSR1 comes from other programs. The other signals below come from crashes and exceeded resource limits.
+        // The signals of a crash and of an exceeded CPU time limit, and a signal from another program (SIGUSR1).
         (Signal::SIGABRT, true),
         (Signal::SIGSEGV, false),
         (Signal::SIGSEGV, true),
@@ -66,10 +66,10 @@ fn signals_restore_the_terminal() {
     }
 }
 
-/// The environment variable that [`crashes_restore_the_terminal`] sets to make [`crash`] crash.
+/// The environment variable with which [`crashes_restore_the_terminal`] tells [`crash`] how to end its process.
 const CRASH: &str = "INFERNO_TEST_CRASH";
 
-/// Switches the terminal to raw mode and crashes. Does nothing if the environment variable [`CRASH`] is not set.
+/// Switches the terminal to raw mode and ends the process. Does nothing if the variable [`CRASH`] is not set.
 #[test]
 fn crash() {
     let Ok(kind) = std::env::var(CRASH) else { return };
@@ -146,11 +146,11 @@ fn ctrl_z_stops_the_chat_and_fg_continues_it() {
     shell.send(b"fg\r");
     shell.settle();
     assert!(shell.say("/stats").contains("harmony"));
-    // SIGTERM also ends a stopped program.
+    // SIGTERM must also end a stopped program.
     shell.settle();
     shell.send(b"\x1a");
     shell.wait("shell: ");
-    // The shell notices the program's exit a moment later. `jobs -l` would list the job if it were still stopped.
+    // Wait until the shell notices the program's exit. `jobs -l` would list a job that is still stopped.
     shell.send(b"kill %1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; kill -0 %1 2> /dev/null || break; done\r");
     shell.wait("shell: ");
     shell.settle();
@@ -171,7 +171,7 @@ fn each_ctrl_c_stops_the_answer_clears_the_line_or_leaves() {
     chat.wait("stopped");
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>> /clear");
-    // Ctrl-C on a line with text only clears the line. To leave, the user must press Ctrl-C twice on an empty line.
+    // Ctrl-C on a line with text only clears the line. On an empty line, the second Ctrl-C leaves the chat.
     chat.send(CTRL_C);
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>>");

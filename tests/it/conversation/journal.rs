@@ -1,4 +1,4 @@
-//! Tests of saved conversations: journals survive kills, full disks and damage, and can be resumed and loaded.
+//! Tests of saved conversations: `--resume`, `/load`, and journals after a kill, a full disk or damage.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -132,7 +132,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     fs::write(&path, whole.replacen("How do I list", "How do\" I list", 1)).unwrap();
     let damaged = fs::read(&path).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
-    // The terminal wraps the warning about the damaged journal, so join the lines of the banner.
+    // inferno wraps the warning about the damaged journal, so join the lines of the banner.
     let banner = banner.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(banner.contains("is damaged at line") && banner.contains("1 question"), "{banner}");
     assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy differs from the damaged journal");
@@ -143,7 +143,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     leave(chat);
 
     // If a journal is damaged again, the new copy does not replace the first copy.
-    // `--resume` opens a damaged conversation even if no question is left in it.
+    // `--resume` without a name opens a damaged conversation even if no question is left in it.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);
@@ -371,7 +371,7 @@ fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     assert!(chat.say("/save bob").contains("saved; to continue"));
     leave(chat);
     assert!(conversations.join("bob.kv").exists() && !conversations.join("ada.kv").exists());
-    // If the saved KV cache is damaged, the next turn still works, but prefills the conversation again.
+    // If the saved KV cache is damaged, the next turn must still succeed.
     fs::write(conversations.join("bob.kv"), "damaged").unwrap();
     assert!(ask("bob").contains("cannot load the saved KV cache"));
 }

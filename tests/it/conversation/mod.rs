@@ -36,7 +36,7 @@ fn without_escapes(output: &str) -> String {
     text
 }
 
-/// Types text without pressing Enter.
+/// Types exactly this text, unlike `send_line`, which also presses Enter.
 fn type_in(chat: &mut PtySession, text: &str) {
     chat.send(text).unwrap();
     chat.flush().unwrap();
@@ -107,7 +107,7 @@ fn undo_and_regen_change_the_last_turn() {
     let mut chat = chat_with_demo(&home);
     assert!(say(&mut chat, "/undo").contains("nothing to undo"));
     assert!(say(&mut chat, "/regen").contains("no question yet"));
-    // With hidden reasoning, an answer starts with a summary: `thought: ` and a number of words.
+    // If the reasoning is hidden, a line such as `▸ thought: 12 words` takes its place.
     say(&mut chat, "/reasoning hide");
     let first = say(&mut chat, "My name is Ada");
     assert!(first.contains("tok/s") && first.contains("thought:"), "{first}");
@@ -209,7 +209,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     let whole = fs::read(journal).unwrap();
     fs::write(journal, [&whole[..], br#"{"record":"turn","messages":[{"role":"us"#].concat()).unwrap();
 
-    // The model, the device and the settings come from the journal.
+    // Without flags, the model, the device and the settings come from the journal.
     let mut chat = play_with(&home, &["--resume"], &[]);
     let banner = prompt(&mut chat);
     assert!(banner.contains("demo") && banner.contains("2 questions"), "{banner}");
@@ -221,7 +221,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     assert!(say(&mut chat, "What is my name?").contains("Ada"));
     let name = journal.file_stem().unwrap().to_str().unwrap().to_string();
 
-    // Another process cannot open the same conversation.
+    // While one process has the conversation open, another cannot open it.
     let mut second = play_with(&home, &["--resume", &name], &[]);
     expect(&mut second, "open in another inferno");
     leave(chat);
@@ -282,7 +282,7 @@ fn ctrl_o_folds_reasoning_and_typed_ahead_lines_are_kept() {
     prompt(&mut chat);
     let second = say(&mut chat, "What is the KV cache?");
     assert!(second.contains("thought: "), "the reasoning is not folded: {second}");
-    // The terminal must echo typed keys again after the answer.
+    // After the answer, typed keys must appear on the screen again.
     type_in(&mut chat, "/stats");
     expect(&mut chat, "/stats");
     chat.send_line("").unwrap();
@@ -319,7 +319,7 @@ fn tab_completes_and_ctrl_g_opens_the_editor() {
     expect(&mut chat, "/model demo");
     chat.send_control('c').unwrap();
     prompt(&mut chat);
-    // A pasted text of several lines is sent as one message.
+    // Pasted lines are sent as one message.
     type_in(&mut chat, "\u{1b}[200~/help\nand /exit\u{1b}[201~");
     expect(&mut chat, "and /exit");
     chat.send_line("").unwrap();

@@ -1,4 +1,4 @@
-//! Tests that figures in the docs have a source.
+//! Tests that figures in the README and the docs agree with stored results or with other pages.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::page;
 
-/// The results of one or more runs of `inferno bench --json`, from benches/results. Figures are means over the runs.
+/// The results of one or more runs of `inferno bench --json`, from benches/results. Methods return means over the runs.
 struct Results(Vec<Value>);
 
 impl Results {
@@ -20,6 +20,7 @@ impl Results {
     }
 
     /// Returns the speed of one bench test in tokens per second, formatted as in the docs: "751", "1,353" or "40,100".
+    /// Speeds from 2,000 on are rounded to hundreds.
     fn speed(&self, kind: &str, tokens: u64, depth: u64) -> String {
         let is_wanted = |test: &&Value| test["kind"] == kind && test["tokens"] == tokens && test["depth"] == depth;
         let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();
@@ -28,8 +29,8 @@ impl Results {
         grouped(rounded)
     }
 
-    /// Returns the generated tokens per second with `requests` concurrent requests.
-    /// Formats the number as in the docs: "751" or "1,353".
+    /// Returns the total output speed of `requests` concurrent requests in tokens per second, formatted as in the docs:
+    /// "751" or "1,353".
     fn speed_at_once(&self, requests: u64) -> String {
         let is_wanted = |load: &&Value| load["concurrency"] == requests;
         let load = |run: &Value| run["serving"].as_array().unwrap().iter().find(is_wanted).unwrap().clone();
@@ -42,7 +43,7 @@ impl Results {
     }
 }
 
-/// Formats a number below a million with a thousands separator, as in the docs: "751" or "1,353".
+/// Formats a number below one million as in the docs: "751", or "1,353" with a thousands separator.
 fn grouped(number: u64) -> String {
     if number < 1000 { number.to_string() } else { format!("{},{:03}", number / 1000, number % 1000) }
 }
@@ -52,7 +53,7 @@ fn only_numbers_from_1000_have_a_thousands_separator() {
     assert_eq!([7, 999, 1000, 40_100].map(grouped).join(" "), "7 999 1,000 40,100");
 }
 
-/// The serving results of gpt-oss-20b on an H200: two runs of the same commit.
+/// The results of gpt-oss-20b with concurrent requests on an H200: two runs of the same commit.
 const H200_SERVING: [&str; 2] =
     ["2026-11-30-nvidia-h200-gpt-oss-20b-serving-13", "2026-11-30-nvidia-h200-gpt-oss-20b-serving-14"];
 
@@ -64,7 +65,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
     let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
     // The results of gpt-oss-20b on one H200, and on one, two and four H100s.
-    // Each pair has the results with single sequences and those with concurrent requests.
+    // Each pair names the results with single sequences and the results with concurrent requests.
     let newest = [
         (&["2026-11-30-nvidia-h200-gpt-oss-20b-7", "2026-11-30-nvidia-h200-gpt-oss-20b-8"][..], &H200_SERVING[..]),
         (
@@ -134,7 +135,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     }
 }
 
-/// Returns the numbers in a text that have at least three characters, counting commas and decimal points.
+/// Returns the numbers in a text that have at least three characters, including commas and decimal points.
 fn numbers(text: &str) -> BTreeSet<&str> {
     let is_part = |c: char| c.is_ascii_digit() || c == ',' || c == '.';
     let numbers = text.split(|c| !is_part(c)).map(|word| word.trim_matches([',', '.']));
@@ -147,7 +148,7 @@ fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
     let known = pages.map(|name| page(&format!("docs/{name}.md"))).concat();
     let known = numbers(&known);
     let tuning = page("docs/tuning.md");
-    // Code in backticks contains addresses and lengths, which are not measured figures.
+    // Leave out code in backticks: its numbers are arguments of flags, not measured figures.
     // After a split at backticks, every second part is code.
     let text: Vec<&str> = tuning.split('`').step_by(2).collect();
     let text = text.join(" ");

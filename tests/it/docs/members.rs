@@ -10,12 +10,12 @@ pub struct Members {
     /// The types and traits that the code defines.
     defined: BTreeSet<String>,
     members: BTreeMap<String, BTreeSet<String>>,
-    /// For each type, the traits that it implements.
+    /// For each type, the traits that `impl` blocks implement for it. Derived traits are missing.
     traits: BTreeMap<String, BTreeSet<String>>,
 }
 
 impl Members {
-    /// Adds the members of the types and traits that a file defines or implements.
+    /// Adds the members that the type definitions, trait definitions and `impl` blocks of a file define.
     pub fn scan(&mut self, tokens: TokenStream) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         for (index, token) in tokens.iter().enumerate() {
@@ -35,7 +35,7 @@ impl Members {
         }
     }
 
-    /// Adds the members of an item, if `keyword` starts a type, a trait or an implementation.
+    /// Adds the members of an item if `keyword` starts a type definition, a trait definition or an `impl` block.
     /// `head` holds the tokens between the keyword and the body.
     fn add(&mut self, keyword: &str, head: &[TokenTree], body: Vec<TokenTree>) {
         let names = match keyword {
@@ -53,8 +53,8 @@ impl Members {
         self.members.entry(name).or_default().extend(names);
     }
 
-    /// Returns the name of the type to which an implementation belongs, or `None` if the type has no name, as in
-    /// `impl Trait for [u8]`. If the implementation is of a trait, records that the type implements the trait.
+    /// Returns the name of the type to which an `impl` block belongs, or `None` if the name has no upper-case initial,
+    /// as in `impl Trait for u8`. If the block implements a trait, records that the type implements the trait.
     fn implementing_type(&mut self, head: &[TokenTree]) -> Option<String> {
         let head = &head[generics(head)..];
         let Some(at) = head.iter().position(|token| is_ident(token, "for")) else { return first_type(head) };
@@ -127,7 +127,7 @@ fn variants(body: &[TokenTree]) -> BTreeSet<String> {
         .collect()
 }
 
-/// Returns the names of the functions, constants and types in a trait or an implementation.
+/// Returns the names of the functions, constants and types in a trait definition or an `impl` block.
 fn associated_items(body: &[TokenTree]) -> BTreeSet<String> {
     let is_keyword = |token: &TokenTree| ["fn", "const", "type"].iter().any(|word| is_ident(token, word));
     let pairs = body.windows(2).filter(|pair| is_keyword(&pair[0]));

@@ -1,6 +1,6 @@
 //! Checks the documentation:
-//! - `names`: pages and comments name only tests, files, members of types, modules and link targets that exist.
-//!   `members` finds the members.
+//! - `names`: the source files, type members, modules, tests and link targets named in pages or comments exist.
+//!   `members` finds the members in the code.
 //! - `reference`: `docs/` lists all flags, environment variables, exit codes and configuration keys.
 //! - `server_pages`: flags and metrics on the pages about the server exist.
 //!   Defaults in docs/tuning.md agree with `inferno serve --help`.
@@ -35,7 +35,7 @@ fn help(args: &[&str]) -> String {
     text(&output.stdout).lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
 }
 
-/// Adds the files with one of `extensions` in a folder and its subfolders to `files`.
+/// Adds to `files` all files in a folder and its subfolders whose extension is in `extensions`.
 fn collect(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

@@ -1,4 +1,4 @@
-//! Tests that pages and comments name only files, members of types, modules, tests and link targets that exist.
+//! Tests that the source files, type members, modules, tests and link targets named in pages or comments exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use regex::Regex;
 use super::members::Members;
 use super::{collect, page, repository};
 
-/// The extensions of source files.
+/// The extensions of Rust and CUDA files.
 const SOURCE: [&str; 3] = ["rs", "cu", "cuh"];
 
 /// Returns the source files that a text names in backticks.
@@ -64,7 +64,8 @@ fn source_files_that_the_pages_and_comments_name_exist() {
     );
 }
 
-/// In the comments of scripts, fuzz targets and deployment files, the test also checks paths without backticks.
+/// In scripts, fuzz targets and deployment files, this test finds paths even without backticks: in comments, and on
+/// all lines of Python files.
 #[test]
 fn source_files_that_comments_of_scripts_name_exist() {
     let extensions = [&SOURCE[..], &["py", "sh"]].concat();
@@ -98,8 +99,8 @@ fn source_files_that_comments_of_scripts_name_exist() {
     assert!(count > 50, "found only {count} source files in scripts");
 }
 
-/// In pages and comments, `Type::name` must name a method, a constant, a field or a variant of the type,
-/// or of a trait that the type implements. Types that other crates define are not checked.
+/// In pages and comments, `Type::name` must name a member of the type or of a trait that the type implements.
+/// Types that other crates define are not checked.
 #[test]
 fn members_that_pages_and_comments_name_exist() {
     let mut files = Vec::new();
@@ -132,7 +133,7 @@ fn members_that_pages_and_comments_name_exist() {
             }
         }
     }
-    assert!(count > 150, "found only {count} names of members");
+    assert!(count > 150, "pages and comments name only {count} members");
 }
 
 /// A list in the module comment of a folder counts as a list of modules if it names at least one module of the folder.
@@ -200,11 +201,11 @@ fn links_between_pages_have_targets() {
             }
         }
     }
-    assert!(count > 50, "the pages have only {count} links");
+    assert!(count > 50, "found only {count} relative links");
 }
 
-/// In the docs, a name in backticks with at least three underscores must be the name of a function, such as a test,
-/// or of a field.
+/// In the docs, a lower-case name in backticks with at least three underscores must be the name of a function, such as
+/// a test, or of a public field.
 #[test]
 fn tests_that_the_docs_name_exist() {
     let mut files = Vec::new();
@@ -215,13 +216,13 @@ fn tests_that_the_docs_name_exist() {
     let mut names = Vec::new();
     for path in pages.filter(|path| path.extension().is_some_and(|extension| extension == "md")) {
         let text = fs::read_to_string(&path).unwrap().replace('\n', " ");
-        // After a split at backticks, every second part is code.
         let is_test = |name: &&str| {
             let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
             // Metric names start with `inferno_`. `model_context_window_exceeded` is a value in Anthropic's API.
             let is_other = name.starts_with("inferno_") || *name == "model_context_window_exceeded";
             is_name && name.matches('_').count() >= 3 && !is_other
         };
+        // After a split at backticks, every second part is code.
         names.extend(text.split('`').skip(1).step_by(2).filter(is_test).map(str::to_string));
     }
     assert!(!names.is_empty());

@@ -1,4 +1,4 @@
-//! Tests that docs/cli.md and docs/reference.md are complete.
+//! Tests that docs/cli.md contains the output of `--help`, and that docs/reference.md is complete.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -33,7 +33,7 @@ fn reference_page_lists_every_environment_variable() {
     let mut variables = BTreeSet::new();
     for file in files {
         let code = fs::read_to_string(&file).unwrap();
-        // Splitting at quotation marks yields string literals and code. Keep only environment variables.
+        // Splitting at quotation marks yields string literals and code. Keep only names of environment variables.
         let literals = code.split('"').filter(|literal| {
             let prefixes = ["INFERNO_", "HF_", "XDG_", "CUDA_", "NVCC", "NO_COLOR", "RUST_LOG", "VISUAL", "EDITOR"];
             let is_name = literal.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_');

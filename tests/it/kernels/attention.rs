@@ -86,7 +86,7 @@ const SUPPORTED_HEAD_SIZES: [(usize, bool, bool); 9] = [
     (256, true, true),
 ];
 
-/// Returns whether a backend must support a head size of [`SUPPORTED_HEAD_SIZES`] on a GPU.
+/// Returns whether a backend must support a dtype, a head size of [`SUPPORTED_HEAD_SIZES`] and a soft cap on a GPU.
 fn is_supported(backend: AttentionBackend, dtype: DType, head_dim: usize, softcap: Option<f32>) -> bool {
     let row = SUPPORTED_HEAD_SIZES.iter().find(|(size, ..)| *size == head_dim);
     let &(_, own, flash) = row.unwrap_or_else(|| panic!("add head size {head_dim} to SUPPORTED_HEAD_SIZES"));
@@ -127,7 +127,7 @@ struct AttentionCase {
     has_sinks: bool,
 }
 
-/// Runs a case with every backend that supports it, and compares the outputs with the reference on the CPU.
+/// Runs a case on `device` with every backend that supports it, and compares the outputs with the CPU reference.
 fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap: Option<f32>) {
     let &AttentionCase { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
     let mut noise = Random(4);
@@ -139,7 +139,7 @@ fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap:
     let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
     let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
     let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
-    // Rows that no query attends to hold NaN, so a kernel that uses the values of such a row fails the test.
+    // Cache rows that no query attends to hold NaN, so a kernel that uses such a row fails the test.
     let mut row_poison = vec![f32::NAN; rows];
     for (&(tokens, position), table) in spans.iter().zip(&tables) {
         for visible in mask.first_key(position)..position + tokens {
@@ -177,7 +177,7 @@ fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap:
         }
         let got = run(&q, &k, &v, sinks.as_ref(), backend);
         let what =
-            format!("{spans:?}, {heads} heads, {kv_heads} KV heads, head dim {head_dim}, {dtype:?}, cap {softcap:?}");
+            format!("{spans:?}, {heads} heads, {kv_heads} KV heads, head size {head_dim}, {dtype:?}, cap {softcap:?}");
         assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
     }
 }
@@ -206,7 +206,7 @@ fn attention_matches_its_reference() {
         Case { spans: &[(3, 1290)], heads: 8, kv_heads: 4, head_dim: 256, window: None, has_sinks: false },
         Case { spans: &[(1, 1650)], heads: 8, kv_heads: 2, head_dim: 64, window: Some(600), has_sinks: true },
         Case { spans: &[(2, 1650)], heads: 4, kv_heads: 2, head_dim: 256, window: Some(600), has_sinks: false },
-        // In the next cases, all sequences decode, all compute chunks of equal length, or the lengths differ.
+        // The next cases have several sequences: all decode, all have chunks of equal length, or the lengths differ.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999), (1, 64)],
             heads: 8,
@@ -262,7 +262,7 @@ fn attention_matches_its_reference() {
 }
 
 /// Every case has one KV head per multiprocessor, so that its row tiles fill the GPU.
-/// Other tiles are then chosen than for a few heads, except for the prompt of 40 tokens in the last case.
+/// With few heads, other tiles would be chosen, except for the prompt of 40 tokens in the last case.
 #[test(cuda)]
 fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
     use AttentionCase as Case;
@@ -294,7 +294,7 @@ fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
         // The first sequence has enough keys for two splits.
         (&["16_rows_batch"], Case { spans: &[(1, 2500), (1, 30)], ..few }),
         (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..few }),
-        // The kernel depends on the number of thread blocks, which is a multiple of the number of multiprocessors here.
+        // With a small window, the kernel depends on the number of thread blocks per multiprocessor.
         (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 90)], ..small_window }),
         (&["16_rows_batch_half"], Case { heads: 2 * heads, ..small_window }),
         (&["16_rows_batch_half"], Case { spans: &[(1, 250), (1, 90)], head_dim: 256, ..small_window }),
@@ -388,7 +388,7 @@ fn block_tables_are_checked() {
     assert!(PassBlocks::new(&queries, &[], 3, &Device::Cpu).is_err());
 }
 
-/// With `SumOrder::Fixed`, the attention output of a sequence has the same bits in a batch of any size.
+/// With `SumOrder::Fixed`, the attention output of a decoding sequence has the same bits in a batch of any size.
 #[test(gpu)]
 fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
     for (device, dtype) in gpu_with_dtypes() {

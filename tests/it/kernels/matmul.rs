@@ -51,9 +51,9 @@ fn products_of_several_tokens_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
-    // The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, one or more parts, parts of unequal size,
-    // fewer columns than a stage holds, and rows and columns that fill only part of a tile.
-    // The last case is unsupported: a row of 100 columns is not a multiple of 16 bytes.
+    // The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, several tiles per thread block (`most_rows`),
+    // one or more parts, parts of unequal size, fewer columns than a stage holds, and incomplete tiles.
+    // The last case is unsupported: the size of a row of 100 columns is not a multiple of 16 bytes.
     let most_rows = 600 * multiprocessors(cuda).unwrap() + 16;
     let cases = [
         (5120, 2880),
@@ -106,8 +106,8 @@ fn products_of_several_tokens_match_their_reference() {
     }
 }
 
-/// The inputs are small integers, so the products are exact and many logits in a row are equal.
-/// If several ids have the largest logit, the lowest id must be chosen.
+/// The inputs are small integers, so the products are exact, and a token can have several equal largest logits.
+/// The lowest id of these logits must be chosen.
 #[test(cuda)]
 fn kernels_for_logits_also_find_the_largest_logits() {
     use crate::support::gpu;
@@ -120,12 +120,14 @@ fn kernels_for_logits_also_find_the_largest_logits() {
     if cuda.cuda_stream().context().compute_capability().unwrap() != (9, 0) {
         return; // only Hopper GPUs can run these kernels
     }
-    // The cases cover several tiles per block, fewer blocks than candidates, and incomplete tiles.
+    // The cases cover several tiles per thread block, fewer thread blocks than candidates per token (see
+    // `BEST_LOGITS_CANDIDATES`), and incomplete tiles.
     let most_rows = 600 * multiprocessors(cuda).unwrap() + 16;
     for (rows, columns, first_token) in [(1, 64, 0), (130, 2888, 7), (304, 8, 100_000), (most_rows, 136, 0)] {
         for dtype in [DType::BF16, DType::F16] {
             let mut noise = Random((rows * 7 + columns) as u64);
-            // All logits of weight row `rows / 2` and of the second input token are NaN. NaN must be ignored.
+            // All logits of weight row `rows / 2` and of the second input token are NaN. NaN must never be chosen.
+            // If all logits of a token are NaN, the chosen id must be `u32::MAX`.
             let mut integers = |rows, nan_row| {
                 let mut numbers = values(&noise.tensor(&[rows, columns], DType::F32).round().unwrap());
                 numbers[nan_row * columns] = f32::NAN;
@@ -168,9 +170,8 @@ fn products_with_few_rows_match_their_reference() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // The cases are the routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B,
-    // and sizes that fill only part of a tile.
-    // The last case has too many rows for the kernel `f32_few_rows`.
+    // The cases are the routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes that fill only part of a
+    // tile. The last case has too many rows for the kernel `f32_few_rows`.
     for (rows, columns) in [(32, 2880), (128, 2880), (128, 2048), (1, 16), (33, 144), (257, 64)] {
         let mut noise = Random((rows + columns) as u64);
         let (weight, x) = (noise.tensor(&[rows, columns], DType::F32), noise.tensor(&[4100, columns], DType::F32));
@@ -188,8 +189,8 @@ fn products_with_few_rows_match_their_reference() {
     }
 }
 
-/// All numbers of tokens in a size class share one cuBLASLt algorithm (see `size_class`).
-/// The test therefore covers many numbers of tokens.
+/// cuBLASLt proposes an algorithm for one number of tokens per size class (see `size_class`). The algorithm must also
+/// be correct for the other numbers in the class, so the test covers many numbers of tokens.
 #[test(gpu)]
 fn products_of_any_number_of_tokens_match_their_reference() {
     use crate::support::gpu;
@@ -211,7 +212,7 @@ fn products_of_any_number_of_tokens_match_their_reference() {
                 // Tensor cores round sums toward zero, so the error grows with the number of columns.
                 assert_close(&what, &matmul_f32(&x, &weight, SumOrder::Fastest).unwrap(), &first(&want), tolerance);
                 let got = matmul_rounded(&x, &weight, SumOrder::Fastest).unwrap().to_dtype(DType::F32).unwrap();
-                // Two values that are rounded in opposite directions differ by one unit in the last place.
+                // If `got` and `rounded` are rounded in opposite directions, they differ by one unit in the last place.
                 assert_close(&what, &got, &first(&rounded), if dtype == DType::BF16 { 1e-2 } else { 1.3e-3 });
             }
         }
@@ -245,7 +246,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
                     );
                 }
             }
-            // Token 130 is in row 130 of `x`, but in row 0 of the input of `product(130, 1)`. The row must not matter.
+            // Token 130 is row 130 of the input here, but row 0 in `product(130, 1)`. The row must not matter.
             let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
             assert!(
                 all == product(130, 1),

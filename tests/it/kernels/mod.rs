@@ -3,7 +3,7 @@
 //! Some tests check the references against independently computed values.
 //!
 //! `quantized/mod.rs` tests the kernels of quantized matrices.
-//! `runner/decode_graph.rs` tests the fused kernels of the decode graph, which include sampling.
+//! `runner/decode_graph.rs` tests the fused kernels of the decode graph, including the sampling kernels.
 
 mod attention;
 mod matmul;
@@ -21,7 +21,7 @@ use crate::support::{Random, TestDevice, devices, devices_in_f32, gpu_with_dtype
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // A sum can have thousands of terms. Kernels and references add the terms in different orders.
+        // Kernels and references add the terms of a sum in different orders, and a sum can have thousands of terms.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,

@@ -1,5 +1,5 @@
 //! Tests of `inferno show` for GGUF models on the hub.
-//! The command fetches only the RoPE factors and the start of each GGUF file, which contains the header.
+//! The command fetches only the beginning of each GGUF file, which contains the header, and the RoPE factors.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use crate::support::program::{assert_fails, text};
 
 const MB: usize = 1 << 20;
 
-/// Returns a GGUF file of a model with Llama 3's RoPE factors, a license and a chat template.
+/// Returns a writer for a GGUF file of a tiny model with Llama 3's RoPE factors, a license and a chat template.
 fn llama() -> Writer {
     let llama = convert(&golden("llama3")).string("general.license", "llama3.2");
     llama.string("tokenizer.chat_template", "{{ messages }}")
@@ -68,7 +68,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
         (&json!("llama3.2"), &json!("tokenizer.chat_template"))
     );
     for (field, value) in local.as_object().unwrap() {
-        // The free memory of a GPU may change between two reports of `show`.
+        // The free memory of a GPU may change between the two runs of `show`.
         let changes = !local["gpu"].is_null() && ["gpu", "needs"].contains(&field.as_str());
         if !changes && !["name", "revision", "path"].contains(&field.as_str()) {
             assert_eq!(&remote_model[field], value, "{field}");
@@ -77,7 +77,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
     let lines = fake.lines();
     assert!(lines.iter().all(|line| !line.contains("config.json")), "{lines:?}");
 
-    // The header is also enough to estimate the memory that quantized tensors need.
+    // The memory needs of a quantized model must also agree, although its file is larger than the first request.
     let quantized = quantized_llama(GgmlType::Q8_0, false).bytes();
     assert!(quantized.len() > MB);
     std::fs::write(&path, &quantized).unwrap();
@@ -199,7 +199,8 @@ fn all_parts_of_a_split_model_are_read() {
     assert_fails(&remote(&fake, &[]), 1, &["lacks 'q/t-00002-of-00002.gguf'"]);
 }
 
-/// If a file is broken, `show` succeeds, and its report names the problem. If a request to the hub fails, `show` fails.
+/// If a GGUF file on the hub is broken, `show` succeeds, and the report names the problem. If a request fails, `show`
+/// fails.
 #[test]
 fn broken_headers_are_reported() {
     let long = Writer::new().raw("filler", 8, (80u64 << 20).to_le_bytes()).data(90 << 20).bytes();
@@ -229,7 +230,7 @@ fn broken_headers_are_reported() {
         world.lost = Some("tiny.gguf");
     });
     assert_fails(&remote(&fake, &[]), 1, &["the hub lists 'tiny.gguf'", "does not have it"]);
-    // A mirror may omit file sizes. inferno then requests the size of each file.
+    // A mirror may omit file sizes. inferno then requests the size of each file of the GGUF model.
     fake.change(|world| {
         world.lost = None;
         world.lists_sizes = false;

@@ -1,4 +1,4 @@
-//! Tests of `inferno show` for models on this machine and on the hub. The command never downloads the weights.
+//! Tests of `inferno show` for models on this machine and on the hub.
 
 mod gguf;
 
@@ -32,7 +32,7 @@ fn command(home: &TempDir, fake: &FakeHub) -> Command {
     command
 }
 
-/// Returns a safetensors file whose tensors are all zero. A tensor is given as (name, dtype, shape, bytes of data).
+/// Returns a safetensors file whose tensors are all zero. A tensor is (name, dtype, shape, size of its data in bytes).
 fn file(tensors: &[(&str, &str, &[u64], usize)]) -> Vec<u8> {
     let (mut header, mut end) = (serde_json::Map::new(), 0);
     for (name, dtype, shape, bytes) in tensors {
@@ -188,7 +188,7 @@ fn remote_needs_the_name_of_a_repository() {
 
 #[test]
 fn remote_fails_without_a_hub() {
-    // By default, the tests set `HF_ENDPOINT` to a port on which no server listens.
+    // `run` sets `HF_ENDPOINT` to http://127.0.0.1:1, where no server listens.
     assert_fails(&run(&["show", "org/name", "--remote"]), 5, &["127.0.0.1:1"]);
     let home = TempDir::new().unwrap();
     let output = inferno(&home).args(["show", REPO, "--remote"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
@@ -207,7 +207,7 @@ fn remote_model_is_read_from_its_headers() {
     assert_eq!(model["chat"], "tokenizer_config.json");
     assert_eq!((&model["parameters"], &model["weight_bytes"]), (&json!(88), &json!(192)));
     assert_eq!(model["tied_embeddings"], true);
-    // `needs` counts weights in bf16, except the norm of 8 elements, which is kept in f32.
+    // In memory, the 80 elements of the embedding are bf16, and the 8 elements of the norm are f32.
     assert_eq!(model["needs"]["weight_bytes"], 192);
     assert_eq!(model["files"].as_array().unwrap().len(), 7);
 
@@ -217,7 +217,7 @@ fn remote_model_is_read_from_its_headers() {
     let mut expected = vec![format!("GET /api/models/{REPO}/revision/main?blobs=true")];
     expected.extend(["README.md", "config.json", SHARDS[0], SHARDS[1], INDEX, "tokenizer_config.json"].map(file));
     expected.sort();
-    assert_eq!(lines, expected, "expected one request per needed file");
+    assert_eq!(lines, expected, "expected one request for the listing and one per needed file");
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn weights_are_not_fetched_even_from_a_server_without_ranges() {
         let sent = fake.state.lock().unwrap().sent_bytes;
         // A server without range support keeps sending until inferno closes the connection.
         let limit = if supports_ranges { 200_000 } else { SIZE / 2 };
-        assert!(sent < limit, "the server sent {sent} bytes; range support: {supports_ranges}");
+        assert!(sent < limit, "the server sent {sent} bytes, not fewer than {limit}; range support: {supports_ranges}");
     }
 }
 
@@ -317,7 +317,7 @@ fn remote_errors_are_those_of_a_download() {
 #[test]
 fn token_is_sent_only_to_the_endpoint() {
     let (fake, storage) = (two_shards(), two_shards());
-    // inferno treats `localhost` and the endpoint's 127.0.0.1 as different hosts.
+    // The storage server is not the endpoint: both the host name and the port differ.
     fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
     let home = TempDir::new().unwrap();
     let output = command(&home, &fake).env("HF_TOKEN", "hf_secret").output().unwrap();
