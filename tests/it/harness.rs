@@ -25,8 +25,8 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use crate::support::program::{can_mount, libraries_are_loaded_on_demand};
 
-/// A function that returns the tests of one marked function: one test, or one test for each case.
-/// This project's own attribute `#[test]` (`tests/macros`) registers it.
+/// A function that returns the tests of one function marked `#[test]`: one test, or one test for each case.
+/// `#[test]` is this project's own attribute (`tests/macros`), which submits the registration.
 pub struct Registration(pub fn() -> Vec<Test>);
 
 inventory::collect!(Registration);
@@ -87,6 +87,7 @@ impl Need {
     const ALL: [Need; 6] = [Need::Gpu, Need::FlashAttn, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
 
     /// Returns whether this machine and this build meet the requirement.
+    /// For `Fixtures` and `FullSize`, checks only that the environment variable is set.
     /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
     fn is_met(self) -> bool {
         match self {
@@ -134,7 +135,7 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns stand-ins for the tests in modules that are compiled only with CUDA.
+/// Returns stand-ins for the tests in modules that are compiled only with CUDA, so that other builds list these tests.
 /// Each stand-in is reported as ignored, or fails if it runs.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
@@ -170,9 +171,9 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// A test of several GPUs runs alone, because its kernels wait for kernels on other GPUs.
-/// If another test loaded kernels or allocated GPU memory meanwhile, the driver could wait for the running kernels,
-/// and delay the launch for which they wait. Both would then wait forever.
+/// Tests of several GPUs must run alone, because their kernels wait for kernels on other GPUs.
+/// If another test loaded kernels or allocated GPU memory at the same time, the driver could wait for the running
+/// kernels before it launches the kernels that they wait for, which would be a deadlock.
 #[cfg(feature = "cuda")]
 #[test]
 fn tests_of_several_gpus_run_alone() {
@@ -183,7 +184,8 @@ fn tests_of_several_gpus_run_alone() {
     tests.for_each(|test| assert!(test.is_alone, "{} does not run alone", test.name()));
 }
 
-/// libtest's command-line options, including two that libtest-mimic lacks: more than one filter, and `--no-capture`.
+/// The command-line options of libtest-mimic, and two of libtest that it lacks: more than one filter, and
+/// `--no-capture`.
 #[derive(Parser)]
 struct Options {
     #[command(flatten)]
@@ -267,7 +269,7 @@ fn run_captured(run: impl FnOnce(), is_captured: bool) -> Result<(), Failed> {
     outcome.map_err(|_| Failed::from(output))
 }
 
-/// Prints text, or buffers it if output is captured.
+/// Prints text, or buffers it if the output of this thread is captured.
 /// `println!` and the other macros in `main.rs` call this function.
 pub fn print(text: std::fmt::Arguments) {
     let is_kept = CAPTURED.with_borrow_mut(|captured| captured.as_mut().map(|output| output.write_fmt(text))).is_some();

@@ -7,7 +7,7 @@
 use std::fmt::Write;
 
 use anyhow::Result;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::compiler::{check_optional, invalid, lark_string, with_options};
 use super::context::ConstrainedRequest;

@@ -65,7 +65,8 @@ fn templates_agree_with_transformers() {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         wrong.extend(differences(&golden, name, &source, template));
     }
-    // Each line of this file has a different chat template, such as that of Llama 2, Qwen 2, Phi-3 or TinyLlama.
+    // Each line of this file has one chat template, such as Llama 2's or Qwen 2's.
+    // The keys of `lines` in chat.json are numbers of lines in this file.
     let lines = std::fs::read_to_string(folder.join("ollama-templates.jsonl")).unwrap();
     for (number, template) in golden["lines"].as_object().unwrap() {
         let line: Value = serde_json::from_str(lines.lines().nth(number.parse().unwrap()).unwrap()).unwrap();
@@ -75,7 +76,8 @@ fn templates_agree_with_transformers() {
     assert!(wrong.is_empty(), "{} cases differ from transformers:\n{}", wrong.len(), wrong.join("\n\n"));
 }
 
-/// Returns a message for each case in which the rendered text or the error differs from the result of transformers.
+/// Returns a message for each case in which inferno does not render the same text as transformers, or in which only one
+/// of the two rejects the conversation.
 fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Vec<String> {
     let tokenizer = byte_tokenizer(&[], &[]);
     let dir = tempfile::tempdir().unwrap();

@@ -8,7 +8,7 @@ fn parse_harmony(text: &str) -> Parsed {
     parse(&harmony_format(tokenizer), tokenizer, "<|start|>assistant", text)
 }
 
-/// Parses text generated after `<|start|>assistant`, and checks the channel and the text of each delta.
+/// Parses text generated after `<|start|>assistant`, and checks the deltas, joined as in [`Parsed`].
 fn check(text: &str, expected: &[(Channel, &str)]) -> Parsed {
     let parsed = parse_harmony(text);
     let deltas: Vec<(Channel, &str)> = parsed.deltas.iter().map(|(channel, text)| (*channel, text.as_str())).collect();
@@ -165,16 +165,18 @@ fn unknown_channels_are_answers_and_foreign_roles_are_reasoning() {
 
 #[test]
 fn unfinished_headers_are_answers_only_as_a_last_resort() {
-    // A generation that ends inside a header that is valid so far, for example at a token limit, has no answer.
+    // If the generation is cut off inside a header, for example by a token limit, and the header is valid so far, the
+    // header is dropped.
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);
-    // If the model itself ends the message inside the header, the text of the header becomes the answer.
+    // If the model itself ends the message inside the header and generates nothing else, the words of the header become
+    // the answer.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);
     check("<|return|>", &[]);
-    // If the generation ends inside a header after an answer, the header is not shown.
+    // A header that is cut off after an answer is dropped too.
     for header in ["ana", "analysis", "commentary to", "commentary json"] {
         let text = format!("<|channel|>final<|message|>Yes.<|end|><|start|>assistant<|channel|>{header}");
         check(&text, &[(Answer, "Yes.")]);
@@ -195,7 +197,8 @@ fn text_is_returned_as_soon_as_it_is_certain() {
     assert_eq!(seen[seen.len() - 5..], ["", "é", "!", "H", "i"]);
 }
 
-/// Random tokens never cause a panic, and words that cannot be part of a header are returned in order.
+/// Random sequences of control tokens and words never cause a panic.
+/// Words that cannot be part of a header are returned in order.
 #[test]
 fn random_tokens_never_lose_text() {
     let tokenizer = harmony_tokenizer();
@@ -220,7 +223,8 @@ fn random_tokens_never_lose_text() {
         }
         let mut ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
         if round % 4 == 0 {
-            // Insert an id that has no token, and a byte that is not valid UTF-8. Both may split the words in brackets.
+            // Insert an id that has no token, and a byte that is not valid UTF-8.
+            // Each may split words in brackets, so this round does not look for the words.
             ids.insert(numbers.below(ids.len() + 1), 9_999_999);
             ids.insert(numbers.below(ids.len() + 1), 0xff);
             expected.clear();
@@ -237,7 +241,7 @@ fn random_tokens_never_lose_text() {
         let has_text = text.chars().any(|c| !c.is_whitespace()) && ids.iter().any(|id| *id > 32 && *id < 256);
         let has_call = !parsed.tool_calls.is_empty();
         let has_message = text.contains("<|message|>");
-        // A second <|channel|> discards the first header.
+        // A second <|channel|> in a header discards the text after the first one.
         let has_discarded_header = text.matches("<|channel|>").count() > 1;
         let may_be_empty = !has_text || has_call || has_message || has_discarded_header;
         assert!(may_be_empty || !all.is_empty(), "the parser returned no text for {text}");

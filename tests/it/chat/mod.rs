@@ -37,9 +37,10 @@ const HARMONY: [&str; 9] = [
 ];
 
 /// Returns a tokenizer with one token per byte value, followed by the added tokens `special` and `plain`.
+/// Only the tokens in `special` are marked as special.
 /// The tokenizer has no merges, so each byte of ordinary text becomes one token.
 fn byte_tokenizer(special: &[&str], plain: &[&str]) -> Tokenizer {
-    // GPT-2 maps every byte to a printable character.
+    // As in GPT-2, the vocabulary has a printable character in place of each byte.
     let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);
     let mut vocab = serde_json::Map::new();
     let mut next = 256;

@@ -109,7 +109,7 @@ fn tool_calls_of_mistral_and_llama_are_parsed() {
 }
 
 /// Returns a tokenizer with control tokens of Llama 3 and with the tokens `<think>` and `</think>`.
-/// Llama 3.2 has `<|python_tag|>`, but writes tool calls without it.
+/// Small Llama 3 models have `<|python_tag|>`, but often write tool calls without it.
 fn llama_tokenizer() -> Tokenizer {
     byte_tokenizer(&["<|python_tag|>", "<|eot_id|>", "<think>", "</think>"], &[])
 }
@@ -179,7 +179,8 @@ fn other_answers_in_json_are_text() {
     for text in &texts {
         check(with_tools(&tokenizer), &tokenizer, text);
     }
-    // A call counts as plain text if the request has no tools, or if the vocabulary is not Llama 3's.
+    // Without a control token, even a valid call is text if the request has no tools or the vocabulary has no
+    // `<|python_tag|>`.
     let prompt = Rendered { ids: Vec::new(), text: String::new() };
     check(format(&tokenizer).parser(&prompt).with_tools(&tokenizer, &[]), &tokenizer, call);
     let other = byte_tokenizer(&["<|im_end|>"], &[]);

@@ -82,7 +82,7 @@ fn bench_json_has_all_figures() {
 fn bench_table_has_a_line_for_each_test() {
     let output = bench(&["-p", "8", "-n", "4", "-d", "0,9", "-r", "1", "--kernels"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert_eq!(text(&output.stderr), "", "inferno wrote to stderr, which is not a terminal");
+    assert_eq!(text(&output.stderr), "", "inferno wrote to stderr although stderr is not a terminal");
     let table = text(&output.stdout);
     let lines: Vec<&str> = table.lines().collect();
     for start in
@@ -114,8 +114,8 @@ fn bench_names_the_context_that_it_needs() {
     for wrong in [["-r", "0"], ["-p", "many"], ["-n", "-1"], ["-d", ""]] {
         assert_eq!(bench(&wrong).status.code(), Some(2), "{wrong:?}");
     }
-    // The longest test has 900 prompt tokens at depth 700. `bench` adds two positions, because a chat test has two more
-    // tokens than it measures.
+    // The longest test has 900 prompt tokens at depth 700. `bench` always adds two positions, for the two tokens that a
+    // chat test generates but does not time.
     let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
     assert_fails(&too_small, 2, &["--context 1602", "1024"]);
     // A depth of 100,000 tokens exceeds the longest context of the demo model.
@@ -181,8 +181,8 @@ fn build(case: &str) -> Decoder {
 /// Norms, attention biases, sinks and the router are f32, with 4 bytes per value.
 #[test]
 fn step_bytes_match_a_count_by_hand() {
-    // gpt_oss: vocabulary 113, hidden size 64, expert size 96, 10 heads, 2 KV heads, head dim 16, 4 of 7 experts.
-    // gpt_oss has 3 layers. The second layer has a sliding window of 9 positions.
+    // gpt_oss: vocabulary 113, hidden size 64, expert size 96, 10 heads, 2 KV heads, head dim 16, 4 of 7 experts,
+    // 3 layers. The second layer has a sliding window of 9 positions.
     let q_and_o = 2 * (160 * 64 * 2) + (160 + 64) * 4;
     let k_and_v = 2 * (32 * 64 * 2 + 32 * 4);
     let attention = q_and_o + k_and_v + 10 * 4;
@@ -225,8 +225,8 @@ fn requests_at_once_are_measured() {
         let decoded = steps.iter().filter(|step| step["has_prompts"] == false);
         assert!(decoded.map(|step| step["steps"].as_u64().unwrap()).sum::<u64>() >= 4, "{steps:?}");
         assert!(steps.iter().all(|step| step["mean_ms"].as_f64().unwrap() > 0.0), "{steps:?}");
-        // The demo model has experts. On a CPU, `bench` does not count the experts in a step with several requests.
-        // `bench` therefore cannot compute how many bytes such a step reads.
+        // The demo model has experts. On a CPU, `bench` does not count the distinct experts that a step uses, so it can
+        // compute the bytes that a step reads only for a single request.
         assert_eq!(serving["step_bytes"].is_null(), concurrency > 1, "{}", serving["step_bytes"]);
         assert!(serving["experts_per_step"].is_null());
     }
@@ -250,7 +250,7 @@ fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
     let figure = |model: &Value, name: &str| model[name].as_u64().unwrap();
     let plain = model(&[]);
     assert_eq!(figure(&plain, "cache_sequences"), 1);
-    // Each cache size is a whole number of blocks, so the two sizes differ by 200 MB plus or minus at most one block.
+    // Each cache size is a whole number of blocks, so the difference can deviate from 200 MB by up to one block.
     let [small, large] = ["1000MB", "1200MB"].map(|limit| model(&["--gpu-memory", limit]));
     let block_bytes = figure(&plain, "cache_bytes") / figure(&plain, "cache_blocks");
     let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");

@@ -145,7 +145,7 @@ fn listed_parameter_counts_equal_those_of_the_checkpoint() {
         snapshot
     };
     models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
-    // 4-bit weights (eight packed into one I32) are not supported, so `list` reports no parameter count for this model.
+    // 4-bit weights of compressed-tensors (eight in one I32) are not supported, so `list` reports no parameter count.
     let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
     let config = fs::read_to_string(&four_bits).unwrap();
     fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
@@ -244,7 +244,7 @@ fn an_unknown_exchange_path_is_a_usage_error() {
     assert!(["host", "copy", ""].iter().all(|path| run(path.as_ref()).status.success()));
 }
 
-/// The dynamic loader must not load NVIDIA libraries at startup, because many commands need no GPU.
+/// If the dynamic loader loaded NVIDIA libraries at startup, no command would start on a machine without a driver.
 #[test]
 fn startup_loads_no_nvidia_library() {
     // Debug builds linked with GNU ld load NVIDIA libraries at startup. `src/device/libraries.rs` explains why.
@@ -422,7 +422,7 @@ fn closed_stdout_is_not_a_failure() {
 #[test]
 fn base_model_is_rejected_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // Rename a harmony token that a chat model must have. Only `<|call|>` and `<|constrain|>` are optional.
+    // Without `<|channel|>`, the demo model has no chat format, because harmony is its only one.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();
@@ -434,7 +434,8 @@ fn base_model_is_rejected_before_its_weights_are_read() {
     let mut chat = Screen::chat(&home, &[]);
     assert!(chat.say(&format!("/model {name}")).contains("no chat format"));
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // Broken weights do not change the error, because inferno rejects the model before it reads the weights.
+    // Broken weights do not change the error: the weights and the chat format load in parallel, but the error of the
+    // chat format takes precedence.
     for entry in fs::read_dir(&model).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "safetensors") {

@@ -1,4 +1,5 @@
-//! Tests of settings from flags, the environment and the configuration file, of piped prompts, and of `--jsonl` output.
+//! Tests of settings from flags, the environment and the configuration file, of prompts from standard input, of
+//! `--jsonl` output, of shell completions and of logs.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -218,7 +219,8 @@ fn a_redirected_file_is_appended_and_a_pipe_only_with_stdin_flag() {
     let alone = tokens(Stdio::null(), &[]);
     let with_file = tokens(File::open(&path).unwrap().into(), &[]);
     assert!(with_file > alone + 5, "{with_file} and {alone}");
-    // Start after the first line, as in a shell loop `while read`. inferno must not append the remaining lines.
+    // Start after the first line, as in a shell loop `while read`. inferno must not append the remaining lines, because
+    // the loop still has to read them.
     let mut partly_read = File::open(&path).unwrap();
     partly_read.seek(SeekFrom::Start(20)).unwrap();
     assert_eq!(tokens(partly_read.into(), &[]), alone);

@@ -10,8 +10,8 @@ use crate::support::demo_dir;
 use crate::support::fake_hub::{COMMIT, FakeHub};
 use crate::support::program::{inferno, text, without_driver};
 
-/// Runs `inferno doctor --json`. Returns the report, and a function that finds the worst finding with a given name.
-/// This function returns the status of the finding, and its text followed by its next command.
+/// Runs `inferno doctor --json`. Returns the report, and a function that looks up the worst finding with a given name.
+/// The function returns the finding's status, and a string with the finding's text and its next command.
 fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) + use<>) {
     let output = command.args(["doctor", "--json"]).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -1,10 +1,10 @@
-//! Tests the flags, metrics and defaults on the pages about the server.
+//! Tests the flags and metrics on the pages about the server, and the defaults in docs/tuning.md.
 
 use std::collections::BTreeSet;
 
 use super::{help, page};
 
-/// The documentation pages about the server. The tests check the flags and metrics named on these pages.
+/// The pages whose flags and metrics the tests check.
 const SERVER_PAGES: [&str; 6] = [
     "docs/tuning.md",
     "docs/serving.md",
@@ -14,8 +14,8 @@ const SERVER_PAGES: [&str; 6] = [
     "docs/deploy.md",
 ];
 
-/// Returns the words of a text that start with `prefix` and are longer than it.
-/// A word consists of lower-case letters, digits and the characters in `others`.
+/// Returns the words of a text that start with `prefix` and are longer than `prefix`.
+/// A word consists of lowercase letters, digits and the characters in `others`, and ends with a letter or digit.
 fn words<'t>(text: &'t str, prefix: &str, others: &[char]) -> BTreeSet<&'t str> {
     let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || others.contains(&c);
     let words = text.split(|c: char| !is_part(c)).map(|word| word.trim_end_matches(others));
@@ -36,11 +36,11 @@ fn flags_on_the_pages_about_the_server_exist() {
     for name in SERVER_PAGES {
         let page = page(name);
         let missing: Vec<&str> = words(&page, "--", &['-']).difference(&known).copied().collect();
-        assert!(missing.is_empty(), "{name} names flags that do not exist: {missing:?}");
+        assert!(missing.is_empty(), "{name} names flags that neither inferno nor a known program has: {missing:?}");
     }
 }
 
-/// All metrics named on the server pages must be in docs/serving.md.
+/// All metrics named on the pages about the server must be in docs/serving.md.
 /// The test `serving_page_lists_exactly_the_metrics` compares docs/serving.md with `/metrics`.
 #[test]
 fn metrics_on_the_pages_about_the_server_exist() {
@@ -49,12 +49,12 @@ fn metrics_on_the_pages_about_the_server_exist() {
     for name in SERVER_PAGES {
         let page = page(name);
         let missing: Vec<&str> = words(&page, "inferno_", &['_']).difference(&known).copied().collect();
-        assert!(missing.is_empty(), "{name} names metrics that do not exist: {missing:?}");
+        assert!(missing.is_empty(), "{name} names metrics that docs/serving.md does not list: {missing:?}");
     }
     assert!(words(&page("docs/tuning.md"), "inferno_", &['_']).len() > 10);
 }
 
-/// In docs/tuning.md, the second column of a row with flags contains their defaults.
+/// In docs/tuning.md, if a table row starts with flags, its second column contains their defaults.
 /// Defaults that contain a digit must equal the defaults in `inferno serve --help`.
 #[test]
 fn defaults_on_the_tuning_page_are_those_of_the_program() {
@@ -75,11 +75,11 @@ fn defaults_on_the_tuning_page_are_those_of_the_program() {
             }
             let wanted = documented.replace(',', "").trim_end_matches(" s").to_string();
             let default =
-                default_of(flag).unwrap_or_else(|| panic!("--help shows no default of {flag}")).replace(',', "");
+                default_of(flag).unwrap_or_else(|| panic!("serve --help shows no default of {flag}")).replace(',', "");
             let is_same = default == wanted || default.ends_with(&format!("; {wanted} for serve"));
             assert!(is_same, "docs/tuning.md says that the default of {flag} is {documented}; it is {default}");
             count += 1;
         }
     }
-    assert!(count > 6, "docs/tuning.md has only {count} defaults");
+    assert!(count > 6, "found only {count} defaults with a digit in docs/tuning.md");
 }

@@ -14,8 +14,9 @@ fn defined_function(line: &str) -> Option<&str> {
 
 /// Returns the functions of a file that are unsafe or contain unsafe code.
 /// Also returns the unsafe implementations, such as `Send for Pinned`.
+/// For an `unsafe extern` block or function type, returns the next function in the file.
 fn unsafe_items(code: &str) -> BTreeSet<String> {
-    // Remove lines that are comments, and the contents of strings within a line.
+    // Remove comment lines and the contents of strings, because the word `unsafe` in them is not code.
     let line = |line: &str| {
         if line.trim_start().starts_with("//") {
             String::new()
@@ -41,8 +42,8 @@ fn unsafe_items(code: &str) -> BTreeSet<String> {
         } else {
             // Search backward for the line that defines the enclosing function.
             // Each enclosing line is indented less than the lines between it and the unsafe code.
-            // Skip lines that start with `)`, because such lines may end a list of parameters.
-            // Functions with a `where` clause are not supported.
+            // Skip lines that start with `)`: they may end the parameters of the function, and are indented like its
+            // first line. Lines that start with `where` are also indented like that, but are not supported.
             let mut least = indent(line);
             let outer = lines[..index].iter().rev().filter(|line| !line.trim_start().starts_with(')'));
             let mut outer = outer.filter(|line| {

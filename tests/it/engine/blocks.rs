@@ -28,7 +28,7 @@ struct Model {
     seen: Seen,
 }
 
-/// Counts of rare events, which prove that the test reaches these events.
+/// Counts of events that the random operations must reach.
 #[derive(Debug, Default)]
 struct Seen {
     hits: usize,
@@ -118,7 +118,7 @@ impl Model {
         self.extend(&mut tokens, &mut text, len);
         let longest = self.longest_hit(&tokens);
         let (before, free) = (self.manager.stats(), self.manager.free());
-        // `find_prefix` changes nothing. Its result predicts what `start` changes.
+        // `find_prefix` must change nothing, and must predict the hit, the demand and the free blocks after `start`.
         let prefix = self.manager.find_prefix(&tokens, tokens.len(), hashes.clone(), usize::MAX);
         assert_eq!((self.manager.stats(), self.manager.free()), (before, free));
         let (end, chunk) = (tokens.len() + self.random.below(200), 1 + self.random.below(MAX_TOKENS));
@@ -147,7 +147,7 @@ impl Model {
         }
     }
 
-    /// Returns the length of the longest cached prefix of `tokens`, assuming that no block was evicted.
+    /// Returns how many of `tokens` a new sequence finds in the cache if no block was evicted.
     fn longest_hit(&self, tokens: &[u32]) -> usize {
         let digests = digests(tokens);
         let has_block = |group, index| self.committed.contains(&(group, digests[(index + 1) * BLOCK_TOKENS - 1]));
@@ -160,7 +160,7 @@ impl Model {
         (0..=(tokens.len() - 1) / BLOCK_TOKENS).rev().find(is_hit).unwrap_or(0) * BLOCK_TOKENS
     }
 
-    /// Allocates the blocks for the next step of a random sequence.
+    /// Tries to allocate the blocks for the next step of a random sequence.
     /// Checks that [`BlockManager::missing`] predicts the number of these blocks.
     fn grow(&mut self) {
         let Some(index) = self.pick() else { return };
@@ -202,12 +202,12 @@ impl Model {
         let written = computed / BLOCK_TOKENS..if end > computed { end.div_ceil(BLOCK_TOKENS) } else { 0 };
         for &block in after.iter().flat_map(|table| table.get(written.clone()).unwrap_or_default()) {
             let uses = self.sequences.iter().flat_map(|other| tables(&other.blocks)).flatten();
-            assert_eq!(uses.filter(|&other| other == block).count(), 1, "several sequences use block {block}");
+            assert_eq!(uses.filter(|&other| other == block).count(), 1, "the written block {block} has another use");
         }
         assert_eq!(self.manager.missing(&self.sequences[index].blocks, end), 0);
     }
 
-    /// Writes and commits some of the positions for which a random sequence has blocks.
+    /// Writes and commits some or all of the positions for which a random sequence has blocks.
     fn commit(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();
@@ -279,7 +279,7 @@ impl Model {
         self.check();
     }
 
-    /// Checks the block counts, and that every sequence reads its own entries.
+    /// Checks the block counts and block tables, and that every sequence reads the entries of its own tokens.
     fn check(&self) {
         let stats = self.manager.stats();
         assert_eq!(stats.total + 1, self.contents.len());
@@ -357,7 +357,7 @@ fn tokens(text: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|position| position.wrapping_mul(7) + text * 1_000_003).collect()
 }
 
-/// Computes all tokens of a new sequence in steps of at most `chunk` tokens.
+/// Starts a sequence, and computes its uncached tokens in steps of at most `chunk` tokens.
 fn compute(manager: &mut BlockManager, tokens: &[u32], chunk: usize) -> SequenceBlocks {
     let mut blocks = manager.start(tokens, tokens.len(), BlockHashes::default());
     continue_to(manager, &mut blocks, tokens, chunk);
@@ -399,7 +399,7 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
             assert_eq!(
                 hit(&mut manager, &longer),
                 blocks_of(len),
-                "wrong hit length: windows {windows:?}, {len} cached tokens"
+                "wrong hit length: windows {windows:?}, {len} computed tokens"
             );
             for position in [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193].into_iter().filter(|&p| p < len) {
                 let mut other = longer.clone();
@@ -407,14 +407,14 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
                 assert_eq!(
                     hit(&mut manager, &other),
                     blocks_of(position),
-                    "windows {windows:?}, {len} cached tokens: wrong hit length if the prompt differs at {position}"
+                    "windows {windows:?}, {len} computed tokens: wrong hit length if the prompt differs at {position}"
                 );
             }
             for end in [1, 63, 64, 65, 66, 127, 128, 129].into_iter().filter(|&end| end <= len) {
                 assert_eq!(
                     hit(&mut manager, &prompt[..end]),
                     blocks_of(end - 1),
-                    "windows {windows:?}: wrong hit length for a prompt of {end} tokens with {len} cached tokens"
+                    "windows {windows:?}, {len} computed tokens: wrong hit length for a prompt of {end} tokens"
                 );
             }
         }
@@ -449,8 +449,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         assert_eq!(manager.stats().evicted as usize, 2 * groups);
         assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} layer groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
-        // Release the third text before the first two texts are used again.
-        // The third text is then the least recently used.
+        // Release the third text before the first two texts are used again, so that it is evicted first.
         manager.release(third);
         hit(&mut manager, &first);
         hit(&mut manager, &second);
@@ -471,14 +470,14 @@ fn windows_at_the_ends_of_retained_prefixes_and_prompts_survive_longer() {
         let mut blocks = compute(&mut manager, &text[..1500], 512);
         continue_to(&mut manager, &mut blocks, &text, 512);
         manager.release(blocks);
-        // The cache keeps the windows that end at positions 1,024, 2,048 and 3,072, at the end of the prompt,
-        // and at the end of the answer.
+        // The blocks of five windows are evicted last: the windows that end at positions 1,024, 2,048 and 3,072,
+        // at the end of the prompt, and at the end of the answer.
         let first = |position: usize| first_visible(Some(window), position) / BLOCK_TOKENS;
         let kept: usize = [(1024, 1024), (2048, 2048), (3072, 3072), (1472, 1500), (4000, 4000)]
             .map(|(position, end)| end / BLOCK_TOKENS - first(position))
             .iter()
             .sum();
-        // Evict all blocks outside the kept windows.
+        // Evict all blocks outside these windows.
         let mut running = Vec::new();
         while manager.stats().evicted < (4000 / BLOCK_TOKENS - kept) as u64 {
             running.push(compute(&mut manager, &tokens(2 + running.len() as u32, BLOCK_TOKENS), BLOCK_TOKENS));
@@ -487,7 +486,7 @@ fn windows_at_the_ends_of_retained_prefixes_and_prompts_survive_longer() {
             assert_eq!(hit(&mut manager, &text[..len]), want, "wrong hit: prompt of {len} tokens, window {window}");
         }
         // The windows that end at positions 3,968 and 4,000 may start in the same block.
-        // In that case, the blocks kept for the window that ends at position 4,000 also allow a hit of 3,968 tokens.
+        // In that case, the cached blocks of the window that ends at position 4,000 also allow a hit of 3,968 tokens.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");
@@ -504,12 +503,12 @@ fn forgotten_prefixes_are_not_found() {
     manager.forget_prefixes();
     assert_eq!(hit(&mut manager, &text), 0);
     assert_eq!(manager.stats().cached, 0);
-    // Blocks that become full later are cached, but lookups cannot find them: the blocks before them are not cached.
+    // Blocks that become full later are cached, but no prompt can reuse them without the forgotten blocks before them.
     continue_to(&mut manager, &mut running, &text, 100);
     assert_eq!(hit(&mut manager, &text), 0);
     manager.release(running);
     assert_eq!(manager.stats().used, 0);
-    // The missing blocks are computed again and complete the prefix.
+    // Compute the whole text again. The forgotten blocks are then cached again, and the prefix is complete.
     let blocks = compute(&mut manager, &text, 100);
     manager.release(blocks);
     assert_eq!(hit(&mut manager, &text), 448);
@@ -523,7 +522,7 @@ fn demand_is_enough_to_reach_the_predicted_length() {
         let mut manager = BlockManager::new(windows[round % windows.len()].clone(), 400);
         let (len, chunk) = (1 + random.below(1000), 1 + random.below(400));
         let text = tokens(1, len);
-        // Start another sequence that begins with the same tokens and keeps its blocks.
+        // Another sequence begins with the same tokens and keeps its blocks, so that the sequences may share blocks.
         let shared = random.below(len);
         let other = compute(&mut manager, &text[..shared], 100);
         let mut blocks = match random.below(2) {

@@ -78,7 +78,7 @@ fn demo() -> EngineBuilder<'static> {
 
 #[test]
 fn answers_depend_only_on_their_request() {
-    // The KV cache has room for only two full sequences, so some requests are preempted.
+    // The KV cache has room for only two full-context sequences, so some requests are preempted.
     let engine = demo().context(400).sequences(2).load().unwrap();
     check(&engine, 14, 300);
     let stats = engine.stats();

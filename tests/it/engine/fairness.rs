@@ -7,7 +7,7 @@ use inferno::engine::blocks::BlockManager;
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 
-/// The load that a tenant adds: `clients` clients, each of which sends a new request when its previous request ends.
+/// The load from a group of a tenant's clients. Each client sends a new request when its previous request ends.
 #[derive(Clone, Copy)]
 struct Load {
     tenant: u64,
@@ -35,8 +35,8 @@ struct Simulator {
     sequences: BTreeMap<SequenceId, (Load, usize)>,
     next: SequenceId,
     now: Duration,
-    /// The tokens served to each tenant since the last call of `take_served`.
-    /// The tokens of a range that starts in the prompt count once, and all other tokens count twice.
+    /// The weighted number of tokens served to each tenant since the last call of `take_served`.
+    /// Tokens of a chunk that starts in the prompt count once, and all other tokens count twice.
     /// Tokens that are recomputed after a preemption count again.
     served: BTreeMap<u64, usize>,
 }
@@ -109,7 +109,7 @@ impl Simulator {
         }
     }
 
-    /// Returns the tokens served to each tenant since the last call, weighted as in `served`.
+    /// Returns `served`, and sets all its counts to 0.
     fn take_served(&mut self) -> BTreeMap<u64, usize> {
         std::mem::take(&mut self.served)
     }
@@ -118,7 +118,7 @@ impl Simulator {
 /// The number of blocks for `max_sequences` sequences of full length, plus the scratch block.
 const AMPLE: usize = CONFIG.max_sequences * CONFIG.context / BLOCK_TOKENS + 1;
 
-/// The number of blocks for about ten sequences of 360 tokens, so that the scheduler preempts some sequences.
+/// The number of blocks for about ten sequences of 360 tokens. More sequences may run, so some must be preempted.
 const FEW: usize = 60;
 
 #[test]

@@ -21,8 +21,8 @@ use crate::support::{demo_dir, golden, golden_models};
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Checks the estimated size of the weights against their size after loading, in f32 and bf16.
-/// If `quantize` is `None`, and the model has no experts and stores `model.embed_tokens.weight` in 16 bits,
-/// also checks the number of bytes that a decode step reads.
+/// If `quantize` is `None`, also checks the number of bytes that a decode step reads,
+/// but only for models without experts that store `model.embed_tokens.weight` in 16 bits.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let config = models::read_config(path).unwrap();

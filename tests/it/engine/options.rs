@@ -17,7 +17,7 @@ fn answer(engine: &EngineHandle, prompt: &[u32], options: GenerateOptions) -> An
     Answer::read(engine.complete_ids(prompt, options).unwrap())
 }
 
-/// Returns the log probabilities of all tokens at each position, computed in f64 from the logits of a prefill.
+/// Returns the log probability of each vocabulary token at each position, computed in f64 from a prefill's logits.
 fn logprobs(engine: &EngineHandle, ids: &[u32]) -> Vec<Vec<f64>> {
     let rows = engine.logits(ids).unwrap().to_vec2::<f32>().unwrap();
     let log_softmax = |row: Vec<f32>| {
@@ -125,7 +125,7 @@ fn options_that_use_logits_work_on_a_gpu() {
     for name in ["llama_graph", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
         check_logprobs(&model.graph(), &model.prompt, 0.1);
-        // Run all steps eagerly. With CUDA graphs, steps with a bias or an unreached `min_tokens` would run on other
+        // Run all steps eagerly. With CUDA graphs, steps with a bias or an unreached `min_tokens` would use other
         // kernels than plain steps, and these kernels round differently.
         check_rules(&model.load(110, ExecutionMode::Eager), &model.prompt);
     }

@@ -26,7 +26,7 @@ pub fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
     (prompt, tokens)
 }
 
-/// Checks the log probabilities of a prompt's tokens against the logits of a forward pass over the whole prompt.
+/// Checks the log probabilities of a prompt's tokens against [`EngineHandle::logits`], which computes the whole prompt.
 fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], tolerance: f64) {
     assert_eq!(got.len(), prompt.len() - 1);
     let rows = engine.logits(prompt).unwrap().to_vec2::<f32>().unwrap();
@@ -57,7 +57,7 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
 }
 
 /// Checks the log probabilities of prompts with the given lengths, in a request for one answer and in one for three.
-/// The prefix cache can already have blocks of these prompts, but the requests must not reuse them.
+/// Neither request may reuse the prompt's blocks from the prefix cache.
 fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
     for &length in lengths {
         let prompt = engine.random_tokens(length as u64, length);
@@ -66,13 +66,13 @@ fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
             let events = engine.complete_ids(&prompt, options).unwrap().into_iter();
             events.filter_map(|event| event.unwrap().token()).collect()
         };
-        // This request leaves the full blocks of the prompt in the prefix cache.
-        let want = generated(plain(4));
         for (answers, count) in [(1, 0), (3, 4)] {
+            // This request leaves the full blocks of the prompt in the prefix cache. `assert_close` removes them.
+            let want = generated(plain(4));
             let request = Request::ids(prompt.clone()).options(options(count));
             let answers: Vec<_> = engine.submit_n(request, answers).unwrap().into_iter().map(read).collect();
             for (logprobs, tokens) in &answers {
-                assert_eq!(logprobs, &answers[0].0, "the answers have different log probabilities");
+                assert_eq!(logprobs, &answers[0].0, "the answers have different prompt log probabilities");
                 assert_eq!(tokens, &want[..count]);
             }
             assert_close(engine, &prompt, &answers[0].0, tolerance);

@@ -1,4 +1,4 @@
-//! Tests of untrusted model folders and GGUF files.
+//! Tests of untrusted files: model folders, GGUF files, conversations and config.toml.
 //! Each command must succeed or report one error, within limits on time and memory.
 
 use std::borrow::Cow;
@@ -251,8 +251,7 @@ fn large_files_are_refused() {
     }
 }
 
-/// Invalid sampling defaults must be ignored.
-/// Otherwise, requests without sampling parameters would fail.
+/// Invalid sampling defaults must be ignored, because they would make requests without sampling parameters fail.
 #[test]
 fn sampling_defaults_out_of_range_are_ignored_with_a_warning() {
     let model = Model::chat();
@@ -292,8 +291,9 @@ fn small_files_cannot_take_much_memory() {
     model.list();
 }
 
-/// Entries of `ignore` in a quantization config cost time and memory, so inferno limits their number.
-/// inferno compares linear layers with every entry, and compiles entries that start with `re:` as regular expressions.
+/// inferno compares the names of linear layers with the entries of `ignore` in a quantization config, and compiles
+/// entries that start with `re:` as regular expressions. To limit time and memory, it limits the number of entries and
+/// the size of each compiled expression.
 #[test]
 fn quantization_configs_are_limited() {
     let section = |ignore: Value| {
@@ -314,7 +314,7 @@ fn quantization_configs_are_limited() {
 }
 
 /// For an unknown model type, inferno suggests a supported name with a small edit distance.
-/// For long names, inferno suggests nothing, because computing the distance would take long.
+/// For long names, it suggests nothing, because computing the distances would take too long.
 #[test]
 fn long_model_types_are_refused_quickly() {
     let model = Model::with_config(|config| config["model_type"] = "x".repeat(990_000).into());

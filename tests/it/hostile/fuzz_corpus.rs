@@ -1,4 +1,4 @@
-//! Runs six of the fuzz targets on their corpora and on seeded mutations of the corpus files.
+//! Runs six of the fuzz targets on their corpora and on random mutations of the corpus files. The seed is fixed.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

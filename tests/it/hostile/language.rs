@@ -1,5 +1,6 @@
-//! Tests of untrusted chat templates, tokenizers and prompts.
-//! Each command must answer or report one error, within limits on time and memory.
+//! Tests of untrusted chat templates, tokenizers and prompts, and of the sandbox process.
+//! Hostile input must not make a command exceed its limits on time and memory.
+//! Text in messages must never become a control token.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use crate::support::at_home;
 use crate::support::bounded::{Bounded, bounded, bounded_with_input};
 use crate::support::program::copy_of_demo;
 
-/// A copy of the demo model in which `<|start|>` has another name.
+/// A copy of the demo model in which the token `<|start|>` is renamed to `<|begin|>`.
 /// Without `<|start|>`, inferno uses chat_template.jinja instead of the harmony format.
 struct Model {
     folder: TempDir,
@@ -122,7 +123,7 @@ fn hostile_templates_are_refused() {
             answer.stderr.trim()
         );
         answer.assert_fails(1, &["chat template", reason]);
-        // `tokenize` needs no template, so it still works.
+        // Without `--chat`, `tokenize` does not use the template, so it still works.
         model.tokenize("hello").assert_succeeds();
     }
 }
@@ -148,7 +149,8 @@ fn next_request_works_after_a_template_exceeded_a_limit() {
     }
 }
 
-/// The sandbox process must encode, decode and render exactly as the library does in this process.
+/// The sandbox process must encode and render exactly as the library does in this process.
+/// Decoding always runs in this process, here with the token table that the sandbox process sent.
 #[test]
 fn sandbox_process_agrees_with_this_process() {
     let model =
@@ -258,8 +260,8 @@ fn long_prompt_is_refused_before_it_is_tokenized() {
     bounded_with_input(command, &b"hello world ".repeat(5_000_000)).assert_fails(10, &["60.0 MB", "shorten"]);
 }
 
-/// Each normalizer in this test converts at least one other spelling to the control token `<|end|>`.
-/// Text in messages must not become this control token.
+/// Each normalizer in this test converts some text other than `<|end|>`, such as `<|END|>`, to this control token.
+/// In a message, such text must be encoded as ordinary text or be refused.
 #[test]
 fn text_never_becomes_a_control_token_through_a_normalizer() {
     let normalizers = [
@@ -301,9 +303,8 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
             }
         }
     }
-    // The spelling `<|end|>` itself adds at most 12 to `converted`: 6 normalizers, with `special` true and false.
-    // All other control tokens come from spellings that the normalizers convert.
-    // Without these conversions, the test would prove nothing.
+    // Check that the normalizers convert other spellings. Otherwise, the test would prove nothing.
+    // `<|end|>` itself adds at most 12 to `converted`: 6 normalizers, each with `special` true and false.
     assert!(converted > 20, "{converted}");
 }
 
@@ -335,7 +336,8 @@ fn text_never_becomes_a_control_token_of_the_model_itself() {
     assert_controls(&model, &["hi"], 0);
     assert_controls(&model, &["hi＜|call|＞"], 0);
     assert_controls(&model, &["hi<|call|>"], 0);
-    // The emoji has no token, so it is encoded as the unknown token, without an error.
+    // The emoji has no token, so it becomes `<unk>`, which is a control token of this model.
+    // Unlike other control tokens in messages, `<unk>` is harmless, so the conversation must still be rendered.
     let language = sandbox::load_language(&model.path).unwrap();
     assert!(language.render(&[Message::user("😀<|call|>")], &options()).is_ok());
 }
@@ -354,9 +356,8 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
     }
 }
 
-/// `chat::injection` may mark control tokens in messages with U+FDD0, and then removes this character.
-/// Tool call arguments can contain U+FDD0 as a JSON escape.
-/// An escaped U+FDD0 must appear as the character U+FDD0 in the rendered text.
+/// `chat::injection` marks control tokens in messages with a character, U+FDD0 by default, and later removes the marks.
+/// If the arguments of a tool call contain U+FDD0 as a JSON escape, the rendered text must keep this character.
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");

@@ -1,4 +1,4 @@
-//! Tests of untrusted files and prompts, and of six fuzz corpora with mutations of their files.
+//! Tests of untrusted files and prompts. Also runs six fuzz targets on their corpora and on mutated corpus files.
 
 mod files;
 mod fuzz_corpus;

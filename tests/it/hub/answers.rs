@@ -1,7 +1,7 @@
 //! Tests of hub responses that are long, slow, deceptive or malformed.
 //!
 //! Each response must lead to the right result or to one error, within limits on time and memory.
-//! Other tests check that suggested commands are quoted, and that the access token is not sent over http.
+//! Other tests check that suggested commands are quoted, and that no token is sent over http to other machines.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -223,7 +223,7 @@ fn huge_answers_are_not_read_to_the_end() {
         output.assert_fails(1, &["model.safetensors.index.json is too large (41.9 MB)"]);
     }
     // The limit of 100 MB applies to each safetensors header and to the sum of all headers.
-    // Each header in this test claims 90 MB.
+    // Here, each of 20 files claims a header of 90 MB, so only the sum exceeds the limit.
     let name = |number: usize| format!("{number}.safetensors");
     let map: Vec<String> = (0..20).map(|number| format!(r#""{number}":"{}""#, name(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
@@ -263,7 +263,7 @@ fn token_is_not_sent_over_http_to_other_machines() {
     let run = |endpoint: &str, args: &[&str]| {
         let home = TempDir::new().unwrap();
         let mut command = command(&home, &fake, args);
-        // The fake hub is also the proxy for all other hosts.
+        // The fake hub also serves as the proxy, which inferno uses for all hosts except this machine.
         command.env("HF_ENDPOINT", endpoint).env("HTTP_PROXY", fake.endpoint()).env("HF_TOKEN", "hf_secret");
         let output = command.output().unwrap();
         (output, fake.heads().iter().filter(|head| head.contains("hf_secret")).count())

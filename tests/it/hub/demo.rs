@@ -96,7 +96,7 @@ fn leftovers_of_the_demo_are_pruned() {
     let home = TempDir::new().unwrap();
     let demo = demo_path(&home);
     fs::write(demo.join("model.safetensors.123-4.tmp"), [0; 3000]).unwrap();
-    // Earlier versions of inferno could leave a temporary directory with this name.
+    // Earlier versions of inferno could leave a temporary directory with a name of this form.
     let old = demo.with_extension("567-0.tmp");
     fs::create_dir(&old).unwrap();
     fs::write(old.join("config.json"), [0; 1000]).unwrap();

@@ -98,7 +98,7 @@ fn interrupted_download_is_resumed() {
         assert!(!partial.exists());
         fs::remove_dir_all(machine.repo()).unwrap();
     }
-    // A leftover `.incomplete` file may contain the complete file, or even more bytes than the complete file.
+    // A leftover `.incomplete` file may have all bytes of the file, or even be longer than the file.
     for leftover in [weights.clone(), pattern(60_000, 9)] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &leftover).unwrap();
@@ -239,7 +239,7 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
     fetch(1, 2);
     fake.change(|state| state.commit = "f".repeat(40));
     fetch(3, 4);
-    // The listing has the hash of each LFS pointer, but no hash of a large file's contents.
+    // For each large file, the listing has the hash of the LFS pointer, but no hash of the contents.
     fake.change(|state| {
         state.commit = "e".repeat(40);
         (state.lists_sizes, state.etag_header) = (true, None);
@@ -252,7 +252,7 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
 #[test]
 fn weights_without_the_small_files_are_not_a_model() {
     let fake = FakeHub::sharded();
-    // The files other than chat_template.jinja arrive before the client gives up on chat_template.jinja.
+    // The client gives up on chat_template.jinja only after the stall timeout. Meanwhile, all other files arrive.
     fake.change(|state| {
         state.faulty = |name| name == "chat_template.jinja";
         state.faults.extend([Fault::Stall(0); 5]);

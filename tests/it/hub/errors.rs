@@ -43,7 +43,7 @@ fn each_refusal_of_the_hub_has_its_error() {
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 4);
     assert!(!message.contains("hf_secret"));
-    assert!(machine.hub().find(REPO, None).is_err(), "the refused download left a ref or a snapshot behind");
+    assert!(machine.hub().find(REPO, None).is_err(), "the refused download left a model behind");
 }
 
 #[test]

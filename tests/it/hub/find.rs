@@ -1,4 +1,4 @@
-//! Tests of finding a model: by its name or tag in both caches, or as a directory.
+//! Tests of finding a model by name or tag in both caches, or as a directory, and of the error for a missing model.
 
 use std::fs;
 

@@ -12,7 +12,7 @@ use crate::support::fake_hub::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
 
 const WEIGHTS: &str = "model.safetensors";
 
-/// Returns a hub client that fetches the weights in at least five parts.
+/// Returns a hub client that uses three connections and requests files in parts of at most 10,000 bytes.
 fn in_parts(machine: &Machine) -> Hub {
     let limits = Limits { part_bytes: 10_000, connections: 3, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
@@ -49,7 +49,7 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     assert!(!machine.repo().join("refs").exists(), "{fault:?}");
     assert!(machine.hub().find(REPO, None).is_err(), "{fault:?}");
     assert!(!machine.repo().join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))).exists(), "{fault:?}");
-    // Without faults, the next download succeeds. It may reuse bytes that the failed download fetched.
+    // The next download may reuse bytes that the failed download fetched.
     fake.change(|state| state.faults.clear());
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3), "{fault:?}");
@@ -92,7 +92,7 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
 #[test]
 fn stalled_transfer_is_retried_after_the_timeout() {
     let start = Instant::now();
-    // The fake hub responds within 200 ms even on a busy machine.
+    // Long enough for the fake hub to respond, even on a busy machine.
     let stall_timeout = Duration::from_millis(200);
     let limits =
         |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
@@ -247,7 +247,7 @@ fn contents_of_two_versions_are_not_mixed() {
         state.faults.extend([Fault::Status("500 No"); 5]);
     });
     assert_eq!(message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, 5);
-    // Different file contents under the same commit and hash are an error.
+    // If the contents of a file change, but the commit and the listed hash do not, the download fails.
     let old = etag(WEIGHTS, &pattern(50_000, 3));
     let old: &'static str = Box::leak(old.into_boxed_str());
     fake.change(|state| {
@@ -350,7 +350,7 @@ fn redirects_never_take_the_token_to_another_host() {
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.contains("hf_secret")));
-    // Redirects to other schemes and endless redirects are errors.
+    // Redirects to schemes other than http and https are errors, and so are endless redirects.
     for nowhere in ["ftp://127.0.0.1/x?signature=SECRET&", "file:///etc/passwd?signature=SECRET&"] {
         fake.change(|state| state.storage = Some(nowhere.into()));
         fake.lines();

@@ -1,4 +1,4 @@
-//! Tests of cache maintenance: verify, repair, remove, prune, and finding a model by part of its name.
+//! Tests of cache maintenance: verify, repair, remove and prune. Also tests partial names and records of the last use.
 
 use std::fs;
 use std::path::PathBuf;
@@ -80,12 +80,13 @@ fn error_says_why_a_file_cannot_be_repaired() {
     fake.change(|state| state.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
-    // The name of a blob is the hash of its contents. Files that are not links to blobs therefore cannot be verified.
-    // inferno does not repair the shared Hugging Face cache.
+    // The hash of a file is the name of the blob to which the file links.
+    // The files of this snapshot are not links, so they cannot be verified.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
     assert_eq!((checked[0].source, checked[0].files.len()), (SnapshotSource::HuggingFace, 3));
     assert!(checked[0].files.iter().all(|(_, state)| *state == FileState::Unknown));
+    // inferno does not repair the shared Hugging Face cache.
     let bad = VerifiedSnapshot {
         files: vec![("config.json".into(), FileState::Corrupt)],
         ..checked.into_iter().next().unwrap()
@@ -196,7 +197,6 @@ fn folders_behind_links_are_not_pruned() {
         let (_fake, machine, blobs) = downloaded();
         let elsewhere = machine.dir.path().join("elsewhere");
         fs::rename(machine.repo().join(&moved), &elsewhere).unwrap();
-        // If the snapshot was moved, its relative links now point nowhere.
         std::os::unix::fs::symlink(&elsewhere, machine.repo().join(&moved)).unwrap();
         let error = machine.hub().prune().unwrap_err();
         assert!(error.to_string().contains("nothing was deleted"), "{error}");
@@ -221,7 +221,7 @@ fn partial_name_is_completed() {
 #[test]
 fn unreadable_folders_do_not_count_as_empty() {
     let (_fake, machine, blobs) = downloaded();
-    // Put a file in place of the `snapshots` folder. Removing the read permission would not stop root.
+    // Replace the `snapshots` folder with a file. Removing the read permission is not enough, because root ignores it.
     let refs = machine.repo().join("refs");
     fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
     let snapshots = machine.repo().join("snapshots");
@@ -293,7 +293,7 @@ fn impossible_repair_deletes_nothing() {
     assert!(machine.hub().repair(&checked, &()).unwrap_err().to_string().contains("not-on-the-hub"));
     assert!(blobs[0].exists());
 
-    // If the index is deleted, `verify` must report the index as missing, but not model.safetensors.
+    // `verify` must report that the shard index is missing, not that model.safetensors is missing.
     let (fake, machine, _) = downloaded();
     let index = fake.state.lock().unwrap().files[INDEX].clone();
     let blob = machine.repo().join("blobs").join(etag(INDEX, &index));

@@ -1,8 +1,9 @@
-//! Tests of `hub` against a fake hub on 127.0.0.1. The tests use neither the network nor the user's caches.
+//! Tests of `hub` with a fake hub on 127.0.0.1. The tests use neither the network nor the user's caches.
 //!
-//! - downloads: `download`, `errors`; with faults of the hub or the network: `hostile`, `answers`, `schedules`
-//! - models on this machine: `find`, `maintenance`, `demo`
-//! - the program: `process`
+//! - `download`, `errors`: downloads
+//! - `hostile`, `answers`, `schedules`: downloads with faults of the hub or the network
+//! - `find`, `maintenance`, `demo`: models on this machine
+//! - `process`: `inferno download` and other cache commands as processes
 
 mod answers;
 mod demo;
@@ -23,7 +24,7 @@ use inferno::Error;
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Progress, Snapshot};
 use tempfile::TempDir;
 
-/// Returns limits for fast tests: few retries, short waits before retries, and progress that is saved at once.
+/// Returns limits for tests: few retries, short waits before retries, and no minimum time between saves of progress.
 fn fast_limits() -> Limits {
     let ms = Duration::from_millis;
     Limits { first_wait: ms(1), max_wait: ms(2_500), save_interval: ms(0), max_failures: 4, ..Limits::default() }
@@ -71,7 +72,7 @@ impl Machine {
         self.dir.path().join("own/models--org--tiny-model")
     }
 
-    /// Writes a snapshot and its ref into a cache. The snapshot has regular files instead of links to blobs.
+    /// Writes a snapshot and the ref `main` into a cache. The snapshot has regular files instead of links to blobs.
     fn write_snapshot(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
         let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
         let snapshot = repo.join("snapshots").join(commit);
@@ -88,7 +89,7 @@ impl Machine {
 const COMPLETE: [(&str, &[u8]); 3] =
     [("config.json", b"{}"), ("tokenizer.json", b"{}"), ("model.safetensors", b"weights")];
 
-/// Records every progress event as a line of text.
+/// Records progress events as lines of text, except `asking_for_sizes`.
 #[derive(Default)]
 struct Recorder(Mutex<Vec<String>>);
 

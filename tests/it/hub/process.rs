@@ -95,7 +95,8 @@ fn killed_download_is_resumed() {
     );
 }
 
-/// Kills 50 downloads at random times. A kill may hit the transfer, verification, renaming or linking of a file.
+/// Kills 50 download processes at random times. A kill may hit the transfer, verification, renaming or linking of a
+/// file, or come after the end of the download.
 #[test]
 fn repeatedly_killed_download_stays_consistent() {
     std::thread::scope(|scope| {
@@ -115,7 +116,7 @@ fn repeatedly_killed_download_stays_consistent() {
                     child.kill().unwrap();
                     child.wait().unwrap();
                     let recorded = check_recorded(&home, &weights);
-                    // Once the ref of a model exists, the model can be found and must be complete.
+                    // Once the ref of a model exists, `show` must find the model, and the model must be complete.
                     let found = command(&home, &fake, &["show", REPO]).output().unwrap().status.code() != Some(3);
                     if repo(&home).join("refs/main").exists() {
                         assert!(found && fetched(&home) == weights);
@@ -151,7 +152,7 @@ fn repeatedly_killed_download_stays_consistent() {
 }
 
 /// Returns how many bytes of the weights are recorded as fetched. Asserts that these bytes are correct.
-/// If the download is complete, all bytes count.
+/// If the blob of the weights exists, all bytes count.
 fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
     let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
     if let Ok(bytes) = fs::read(&blob) {
@@ -199,7 +200,7 @@ fn leftovers_with_the_same_process_id_are_skipped() {
     let home = TempDir::new().unwrap();
     let snapshot = repo(&home).join("snapshots").join(COMMIT);
     fs::create_dir_all(&snapshot).unwrap();
-    // Create leftovers of an earlier download whose process had the same process id.
+    // Create leftovers of an earlier process with the same process id. `exec` keeps the id of the shell.
     let script = "i=0; while [ $i -lt 200 ]; do : > \"$0.$$-$i.tmp\"; i=$((i + 1)); done; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], script, &snapshot.join(WEIGHTS), &inferno).output().unwrap();
@@ -275,7 +276,7 @@ fn download_resumes_after_another_process_filled_the_disk() {
 #[cfg(target_os = "linux")]
 const READ_ONLY: &str = r#"mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@""#;
 
-/// Commands can use models on a read-only disk. Commands that change the cache fail.
+/// On a read-only disk, commands that need not write to the cache work, and commands that must write to it fail.
 #[cfg(target_os = "linux")]
 #[test(mount)]
 fn read_only_cache_is_usable() {
@@ -302,7 +303,8 @@ fn read_only_cache_is_usable() {
     }
     let output = command(&home, &fake, &["verify"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stdout));
-    // For a model in the shared Hugging Face cache, `download` writes nothing to inferno's own cache.
+    // For a model in the shared Hugging Face cache, `download` fetches nothing.
+    // It succeeds even if it cannot write the ref to inferno's own cache.
     let own = home.path().join("own");
     fs::create_dir(&own).unwrap();
     let mut inferno = command(&home, &fake, &["download", REPO]);

@@ -66,7 +66,7 @@ impl Schedule {
         let limits = Limits {
             connections: 1 + random.below(4),
             part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
-            // The fake hub responds within the stall timeout even on a busy machine.
+            // Long enough for the fake hub to respond, even on a busy machine.
             stall_timeout: Duration::from_millis(400),
             max_failures: 1 + random.below(4) as u32,
             ..fast_limits()
@@ -112,7 +112,7 @@ impl Schedule {
         }
     }
 
-    /// Attempts the download four times, as a user would. The last attempt has no faults.
+    /// Attempts the download four times, even after a success. The last attempt has no faults.
     /// After the first and the second attempt, the hub may get a new commit.
     /// Returns how many attempts succeeded and how many failed.
     fn run(mut self) -> (usize, usize) {
@@ -161,7 +161,7 @@ impl Schedule {
         self.check_cache(hub);
     }
 
-    /// Checks the contents of every blob, except of unfinished downloads.
+    /// Checks the contents of every blob, except those of unfinished downloads.
     /// If the model can be found, also checks that it has all files and that they are undamaged.
     fn check_cache(&self, hub: &Hub) {
         for entry in fs::read_dir(self.machine.repo().join("blobs")).into_iter().flatten() {

@@ -68,23 +68,24 @@ fn sampled_rows_match_host_sampling() {
     }
 }
 
-/// Each of several GPUs finds the largest of its own logits. Together, these determine the token of each row.
-/// The test computes the results of all GPUs on one GPU.
+/// With several GPUs, each finds candidates for the largest logit of a row among its own part of the vocabulary.
+/// The token with the largest logit must be chosen from the candidates of all GPUs.
+/// In this test, one GPU computes the candidates for every part.
 #[test(cuda)]
 fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     let mut random = Random(3);
     for (rows, vocab, gpus) in [(1, 1, 1), (3, 7, 2), (5, 301, 3), (2, 40_000, 8), (128, 9001, 2)] {
-        // Round the logits to multiples of 1/4, so that several ids often have the largest logit.
-        // The lowest of these ids must be chosen.
-        let noise = random.tensor(&[rows, vocab], DType::F32);
+        // With clamped and rounded noise, several ids of a long row have the largest logit.
+        let noise = random.tensor(&[rows, vocab], DType::F32).clamp(-2.0, 2.0).unwrap();
         let mut logits: Vec<Vec<f32>> = ((noise * 16.0).unwrap().round().unwrap() / 4.0).unwrap().to_vec2().unwrap();
         logits[0][vocab / 2] = f32::NAN;
         if rows > 1 {
             logits[1].fill(-INF);
         }
         if rows > 2 {
+            // The two zeros are equal, so the lower id must be chosen.
             logits[2].fill(-1.0);
             (logits[2][vocab / 3], logits[2][vocab - 1]) = (-0.0, 0.0);
         }
@@ -113,12 +114,13 @@ fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
     }
 }
 
-/// Samples a token from each row of `logits`, and from each row of several copies of `logits`.
-/// All copies must have the same tokens, although the kernel uses fewer thread blocks per row if there are more rows.
+/// Samples a token from each row of `logits` and returns the tokens.
+/// Also samples several copies of the rows in one launch, and checks that each copy gets the same tokens.
+/// On Hopper GPUs, the kernel uses fewer thread blocks per row if there are more rows.
 #[cfg(feature = "cuda")]
 fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> {
     let copies = [24, 60, 200].map(|total| total / rows.len());
-    // sample_rows applies penalties in place, so all copies are made first.
+    // sample_rows applies penalties in place, so make all copies before the first call.
     let repeated = copies.map(|copies| logits.repeat((copies, 1)).unwrap());
     let tokens = sample_rows(logits, rows).unwrap();
     for (copies, logits) in copies.into_iter().zip(repeated) {
@@ -130,9 +132,10 @@ fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> 
 
 /// Compares the kernel with the host sampler where the cutoffs of top-k and top-p are among 20,000 similar logits.
 /// These logits differ by at most 0.02, and are far below the largest logit.
-/// If one or two thread blocks sample a row, a block has more logits in the cutoff's bin than fit in shared memory.
-/// With four or eight blocks, they fit.
-/// The difference between each logit and the largest one is exact in f32, so different logits have different weights.
+/// With one or two thread blocks per row, each block has more logits in the histogram bin of the cutoff than fit in
+/// its shared memory. With four or eight blocks, they fit. [`sample`] tests all four numbers of blocks on an H200.
+/// The difference between each logit and the largest one is exact in f32, so no two of these logits get the same
+/// probability.
 #[cfg(feature = "cuda")]
 fn check_cutoffs_among_similar_logits(device: &Device) {
     let count = 20_000;
@@ -153,7 +156,8 @@ fn check_cutoffs_among_similar_logits(device: &Device) {
 }
 
 /// The kernel edits rows of logits like the reference, `RowEdits::apply`, and leaves unedited rows unchanged.
-/// A row's token in flight, which only the device knows, may or may not be among the tokens that the edits count.
+/// A token in flight was chosen by the previous step, and only the device knows it.
+/// It may have occurred earlier in its sequence, so `seen` may already list it.
 #[test(cuda)]
 fn edited_rows_match_the_reference() {
     const NO_TOKEN: u32 = u32::MAX;
@@ -173,7 +177,7 @@ fn edited_rows_match_the_reference() {
             .into_iter()
             .enumerate()
             .map(|(row, [values, mut seen])| {
-                // In even rows, the edits already count the token in flight, if there is one.
+                // In even rows, `seen` lists the token in flight, as if the token had also occurred earlier.
                 seen.retain(|&token| token != tokens[row]);
                 if row.is_multiple_of(2) && tokens[row] != NO_TOKEN {
                     seen.push(tokens[row]);
@@ -201,8 +205,7 @@ fn edited_rows_match_the_reference() {
             let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
             edits.apply(&mut want[*row], in_flight);
         }
-        // With the empty range of host memory, the description of the edits is copied to the device, because it does
-        // not fit in the range.
+        // The encoded edits do not fit in the empty range of host memory, so they are copied to the device.
         for range in [3..WORDS, 0..0] {
             let edited = logits.to_device(&device).unwrap();
             for rows in rows.chunks(2) {

@@ -1,7 +1,7 @@
 //! Tests of the kernel that writes the inputs of a step.
 
 /// The kernel takes each token id from the host or from the tokens of the previous step, with 0 in place of `NO_TOKEN`.
-/// The kernel also writes all of `words`. Of the words after `words`, the kernel writes only those in `changes`.
+/// After the ids, it writes `words`. In the rest of the buffer, it writes only the elements that `changes` lists.
 #[test(cuda)]
 fn step_inputs_match_a_computation_on_the_host() {
     use candle_core::{DType, Device, Tensor};
@@ -19,8 +19,8 @@ fn step_inputs_match_a_computation_on_the_host() {
     let mut tokens: Vec<u32> = (0..9).map(|_| random.next() as u32).collect();
     tokens[4] = NO_TOKEN;
     let tokens_on_device = Tensor::new(&tokens[..], &device).unwrap();
-    // Each case has three counts: ids, words that every step sets, and words that only changes set.
-    // A thread block processes 256 words, so the last two cases need several blocks.
+    // Each case has three counts: ids, words that every step sets, and words that only `changes` can set.
+    // A thread block writes up to 256 elements, so the last two cases need several blocks.
     for (rows, others, rest) in [(1, 0, 0), (2, 3, 5), (7, 14, 40), (256, 256, 300), (300, 601, 1000)] {
         let mut want: Vec<u32> = (0..rows + others + rest).map(|_| random.next() as u32).collect();
         let buffer = Tensor::new(&want[..], &device).unwrap();
@@ -39,8 +39,8 @@ fn step_inputs_match_a_computation_on_the_host() {
                 .map(|index| (index, random.next() as u32))
                 .collect(),
         };
-        // Only the second step's inputs fit in their range of host memory.
-        // The inputs of the other steps are copied to the device.
+        // The range of host memory is large enough only in the second step.
+        // In the other two steps, the inputs are copied to the device.
         for spare in [-1, 0, -(WORDS as isize)] {
             let inputs = step();
             for (row, (&id, source)) in inputs.ids.iter().zip(&inputs.sources).enumerate() {
@@ -57,7 +57,7 @@ fn step_inputs_match_a_computation_on_the_host() {
             assert_eq!(
                 buffer.to_vec1::<u32>().unwrap(),
                 want,
-                "{rows} ids, {others} words of every step, {rest} words set only by changes"
+                "{rows} ids, {others} words set in every step, {rest} words set only by `changes`"
             );
         }
 

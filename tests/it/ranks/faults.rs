@@ -18,13 +18,14 @@ use crate::support::program::{inferno, text};
 const FAULTS: [RankFault; 3] = [RankFault::Error, RankFault::Panic, RankFault::Hang];
 
 /// The number of ranks in the rank fault tests.
-/// With tensor parallelism, the third rank holds no KV heads of the demo model.
+/// With tensor parallelism, the third rank has no KV heads of the demo model, so the tests cover a rank without heads.
 const RANKS: usize = 3;
 
-/// The time limit for each wait in the rank fault tests. It also suffices on a busy machine.
+/// The time limit for noticing a failure, for dropping the engine, and for a run of the program.
+/// Long enough for a busy machine.
 const LONG: Duration = Duration::from_secs(45);
 
-/// What the engine does while a rank fails.
+/// What the engine is doing when a rank fails.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Work {
     Idle,
@@ -49,8 +50,8 @@ fn expected(rank: usize, fault: RankFault) -> String {
     format!("GPU {} of {RANKS} {what}; the other GPUs were stopped", rank + 1)
 }
 
-/// Returns the number of the step before which a rank fails, or 0 if it fails at once.
-/// The prefill or the answers of the test take more steps than this.
+/// Returns the number of the step before which the fault is injected. With 0, the fault does not wait for a step.
+/// Unless the engine is idle, the requests of `check` take more steps than this, so the fault always strikes.
 fn step(work: Work) -> u64 {
     match work {
         Work::Idle => 0,
@@ -89,11 +90,11 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
         thread::sleep(Duration::from_millis(10));
     }
     let noticed = started.elapsed();
-    // The engine must wait about 5 s (`ANSWER_TIMEOUT`) before it reports a rank that hangs.
+    // The engine must wait for `ANSWER_TIMEOUT` (5 s) before it reports a rank that hangs.
     assert!(fault != RankFault::Hang || noticed > Duration::from_millis(4900), "{name}: reported after {noticed:?}");
     assert_eq!(engine.failure().unwrap().to_string(), expected(rank, fault), "{name}");
     assert!(engine.has_stopped() && !engine.is_responsive(Duration::from_secs(3600)), "{name}");
-    // After the fault, calls return the same kind of error instead of waiting for the engine.
+    // After the fault, calls and new requests fail with `GpuFailed` instead of waiting for the engine.
     let gpu_failed = |error: anyhow::Error| matches!(error.downcast_ref(), Some(Error::GpuFailed(_)));
     assert!(engine.with_runner(|_| ()).is_err_and(gpu_failed), "{name}");
     match engine.complete_ids(&prompt, options) {
@@ -107,7 +108,7 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
 
 /// Runs several test cases at the same time, because a case in which a rank hangs mostly waits.
 ///
-/// Each engine has three threads. With too many engines, a rank could wait for a core for longer than `ANSWER_TIMEOUT`.
+/// Each engine has three rank threads. With too many engines, a rank might get no core for `ANSWER_TIMEOUT` (5 s).
 #[test]
 fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
     const ENGINES_AT_ONCE: usize = 8;
@@ -120,7 +121,8 @@ fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
             (Work::Decode, Split::Layers),
             (Work::QueuedDecode, Split::Tensor),
         ] {
-            // The first rank runs on the engine thread. While idle, this thread waits, so the rank cannot fail.
+            // The first rank runs on the engine thread. In an idle engine, this thread only waits for commands, so the
+            // first rank cannot fail.
             cases.extend((usize::from(work == Work::Idle)..RANKS).map(|rank| (rank, fault, work, split)));
         }
     }
@@ -136,7 +138,7 @@ fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
     });
 }
 
-/// A rank must answer within 5 s, but an idle engine may wait for requests for longer.
+/// A rank must answer within 5 s, but an engine may wait longer than that for its next request.
 #[test]
 fn an_engine_that_is_idle_for_long_does_not_fail() {
     let engine = load(Work::Idle, Split::Tensor);
@@ -146,7 +148,7 @@ fn an_engine_that_is_idle_for_long_does_not_fail() {
     assert_eq!(crate::support::engine::Answer::read(engine.complete_ids(&[1, 2, 3], options).unwrap()).tokens.len(), 3);
 }
 
-/// Runs the program on three ranks, one of which fails. Returns the output and the run time.
+/// Runs the program on three ranks with `fault` in `INFERNO_FAULT`. Returns the output and the run time.
 fn run_with_fault(fault: &str, args: &[&str]) -> (Output, Duration) {
     let started = Instant::now();
     let mut command = inferno(&TempDir::new().unwrap());

@@ -1,9 +1,8 @@
 //! Classic mistakes of tensor parallelism, each of which must change the logits.
 //!
-//! The tests in `ranks` compare logits with transformers.
-//! The tests in this file show that such a comparison finds mistakes.
-//! To imitate a mistake, each rank loads its part from its own edited copy of the checkpoint.
-//! The rank then holds the values that code with the mistake would load.
+//! The tests in `ranks` compare logits with transformers. The tests in this file show that this comparison finds the
+//! mistakes. To imitate a mistake without changing the code, each rank loads its part from its own edited copy of the
+//! checkpoint.
 
 use std::fs;
 use std::path::Path;
@@ -102,8 +101,8 @@ fn logits_error(case: &str, folders: &[&Path]) -> f32 {
     relative_error(&logits[0], &expected)
 }
 
-/// Asserts that a mistake changes the logits by more than the tests in `ranks` allow.
-/// `edit(rank, tensor)` edits the tensor in the copy of a rank to imitate the mistake.
+/// Asserts that the logits are correct without the mistake, and that the mistake changes them by more than the tests in
+/// `ranks` allow. To imitate the mistake, `edit(rank, tensor)` edits a tensor in the copy of `rank`.
 fn assert_found(mistake: &str, case: &str, edit: impl Fn(usize, &mut Stored)) {
     let unchanged: Vec<_> = (0..RANKS).map(|_| altered(case, &|_| ())).collect();
     let folders = |copies: &[(TempDir, bool)]| logits_error(case, &[copies[0].0.path(), copies[1].0.path()]);
@@ -112,12 +111,13 @@ fn assert_found(mistake: &str, case: &str, edit: impl Fn(usize, &mut Stored)) {
     assert!(changed.iter().any(|(_, has_changed)| *has_changed), "{mistake} in {case}: no tensor was changed");
     let error = folders(&changed);
     println!("{mistake} in {case}: the relative error of the logits is {error:e}");
-    // The tests in `ranks` allow an error of 1e-4 for these models. A mistake must cause more than twice this error.
+    // The tests in `ranks` allow these models an error of 1e-4. Require twice this error, so that the mistake is not
+    // found only by a narrow margin.
     assert!(error > 2e-4, "{mistake} in {case}: the relative error of the logits is only {error:e}");
 }
 
 /// Returns a `source` for [`Stored::move_rows`] that copies the first rows to the part of the second rank.
-/// The edit imitates a rank that does not add the start of its part to row numbers.
+/// This imitates a rank that reads its rows from the start of the tensor. Ranks divide the rows in units of `unit`.
 fn unsliced(rows: usize, unit: usize) -> impl Fn(usize) -> usize {
     let start = share(rows, unit, 1, RANKS).start;
     move |row| row.checked_sub(start).unwrap_or(row)
@@ -131,9 +131,10 @@ fn a_bias_that_both_ranks_add_is_found() {
         ("gpt2", ["attn.c_proj.bias", "mlp.c_proj.bias"]),
     ] {
         for bias in biases {
-            assert_found(&format!("{bias} added twice"), case, |rank, stored| {
-                // Only the first rank adds the bias. Doubling that bias has the same effect as if both ranks added it.
-                if rank == 0 && stored.has_name_end(bias) {
+            assert_found(&format!("{bias} added twice"), case, |_, stored| {
+                // Only the first rank adds `down_proj_bias`, so doubling it has the same effect as if both ranks added
+                // it. Each rank adds the other biases to the sum over all ranks, as if both parts contained them.
+                if stored.has_name_end(bias) {
                     stored.double();
                 }
             });
@@ -143,10 +144,12 @@ fn a_bias_that_both_ranks_add_is_found() {
 
 #[test]
 fn sinks_that_are_not_sliced_are_found() {
+    // Ranks divide the query heads by KV heads. Both models have this many query heads for each.
+    const HEADS_PER_KV_HEAD: usize = 5;
     for case in ["gpt_oss", "gpt_oss_new"] {
-        assert_found("sinks of the first heads on rank 1", case, |rank, stored| {
+        assert_found("sinks of the wrong heads on rank 1", case, |rank, stored| {
             if rank == 1 && stored.has_name_end("sinks") {
-                stored.move_rows(0, unsliced(stored.shape[0], 1));
+                stored.move_rows(0, unsliced(stored.shape[0], HEADS_PER_KV_HEAD));
             }
         });
     }
@@ -154,7 +157,7 @@ fn sinks_that_are_not_sliced_are_found() {
 
 #[test]
 fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
-    // In gpt-oss, gate rows and up rows alternate, so dividing the rows at an odd row exchanges gate and up.
+    // In gpt-oss, gate rows and up rows alternate. A part that starts at an odd row therefore exchanges gate and up.
     assert_found("gate_up_proj cut at an odd row", "gpt_oss", |rank, stored| {
         if rank == 1
             && ["gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"]

@@ -35,12 +35,12 @@ use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::program::{run, text};
 use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
-/// The world sizes of the tests. Depending on the model, the heads, quantization blocks and vocabulary divide evenly or
-/// unevenly among the ranks, or some ranks hold nothing.
+/// The world sizes of the tests. Depending on the model, the ranks divide the heads, the quantization blocks and the
+/// vocabulary evenly or unevenly, and some ranks hold no heads or no blocks.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
 /// The context length for safetensors models, as in `models/golden.rs`.
-/// LongRoPE chooses its factors by the context length.
+/// LongRoPE chooses its factors by this length: at 160, phi3 uses the long factors and phi4 the short ones.
 pub const CONTEXT: usize = 160;
 
 /// Runs `work` on one thread per rank. Returns the results in the order of the ranks.
@@ -57,7 +57,7 @@ pub fn on_ranks<T: Send>(size: usize, work: impl Fn(&World) -> T + Sync) -> Vec<
     })
 }
 
-/// Returns the logits of all `ids` on each of `size` ranks, which run on the CPU.
+/// Returns the f32 logits of all `ids` on each of `size` ranks that divide every layer and run on the CPU.
 fn logits(path: &Path, size: usize, quantize: Option<QuantizationTarget>, ids: &[u32]) -> Vec<Vec<f32>> {
     logits_on(&cpus(size), Split::Tensor, DType::F32, path, quantize, ids)
 }
@@ -77,7 +77,7 @@ pub fn split_world(world: &World, split: Split, layers: usize) -> World {
 }
 
 /// Returns the logits of all `ids`, as computed by each rank, in the order of the ranks.
-/// With bf16, ranks on separate GPUs may round partial results of any size to bf16.
+/// With bf16, ranks on separate GPUs may round partial results of any size to bf16, so that small models test rounding.
 pub fn logits_on(
     devices: &Devices,
     split: Split,
@@ -133,9 +133,8 @@ fn logits_of_every_family_agree_with_transformers() {
 }
 
 /// With `Split::Layers`, a rank computes its layers exactly as a single rank does.
-/// The output head is the only matrix that is divided: each rank computes the logits of some of its rows.
-/// The bits of a logit do not depend on how many rows of the output head a rank holds.
-/// All ranks therefore have exactly the logits of one rank.
+/// The output head is the only matrix that is divided: each rank computes the logits of its own vocabulary range.
+/// The bits of a logit do not depend on the size of this range, so all ranks get exactly the logits of a single rank.
 #[test]
 fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
     let check = |name: &str, path: &Path, ids: &[u32], expected: &[f32], tolerance: f32| {
@@ -184,7 +183,7 @@ fn logits_of_8_bit_models_agree_with_transformers() {
 }
 
 /// A quantization block in these files has 32 columns, so a block is wider than an attention head (8 to 16 columns).
-/// Ranks therefore cannot divide the columns of the output projection at every head.
+/// Ranks therefore cannot divide the columns of o_proj between any two heads.
 #[test]
 fn logits_of_quantized_gguf_files_agree_with_transformers() {
     let folder = golden("gguf_quantized");
@@ -288,7 +287,7 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
             let (logits, bytes) = load(size, split, true);
             assert_eq!(bytes, once, "wrong number of bytes read: {case} on {size} ranks, {split:?}");
             assert_ranks_agree(case, &logits, &expected, 1e-4);
-            assert!(load(size, split, false).1 > once, "{case} on {size} ranks: unshared reads read no byte twice");
+            assert!(load(size, split, false).1 > once, "{case} on {size} ranks: unshared reads read nothing twice");
         }
     }
 }
@@ -334,11 +333,11 @@ fn load_progress_ends_at_its_total() {
     assert_eq!(last_progress(Split::Tensor, 1), (whole, whole));
     assert_eq!(last_progress(Split::Tensor, 2), (whole, whole));
     let (bytes, total) = last_progress(Split::Layers, 2);
-    assert!(bytes == total && total < whole, "{bytes} of {total} bytes, {whole} in all layers");
+    assert!(bytes == total && total < whole, "{bytes} of {total} bytes; the checkpoint has {whole}");
 }
 
-/// The answers share the blocks of their prompt. Before an answer writes to the last block, which the prompt fills
-/// only in part, every rank copies this block.
+/// The answers share the blocks of their prompt. The prompt fills its last block only in part, so every rank must copy
+/// that block before an answer that shares it writes to it.
 #[test]
 fn several_answers_on_two_ranks_share_their_prompt_and_equal_those_of_one() {
     let answers = |builder: EngineBuilder| {
@@ -394,8 +393,8 @@ fn several_ranks_score_prompts_like_one_rank() {
     }
 }
 
-/// The cache of the second rank has too few blocks, so the first pass fails on that rank.
-/// All later passes must fail with the same error.
+/// The KV cache of the second rank has too few blocks, so the first pass fails on that rank.
+/// All later passes must also report the failure of that rank.
 #[test]
 fn if_a_rank_fails_all_passes_fail_with_its_error() {
     let dir = golden("llama_new");

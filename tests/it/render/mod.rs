@@ -7,7 +7,7 @@ use inferno::terminal::{TurnView, WindowSize};
 
 const SIZE: WindowSize = WindowSize { rows: 24, columns: 60 };
 
-/// Returns an emulated terminal of size `size` with a scrollback buffer.
+/// Returns an emulated terminal with a scrollback buffer.
 fn terminal(size: WindowSize) -> vt100::Parser {
     let (rows, columns) = cells(size);
     vt100::Parser::new(rows, columns, 5000)
@@ -135,7 +135,8 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
                 let differing = want.iter().zip(&got).position(|(want, got)| want != got);
                 assert!(
                     want == got,
-                    "pieces of {length} characters, {size:?}: row {differing:?} should be {:?}, but is {:?}; text:\n{}",
+                    "pieces of {length} characters, {size:?}: row {differing:?} should be {:?}, but is {:?} \
+                     (None if only the number of rows differs); text:\n{}",
                     differing.map(|row| &want[row]),
                     differing.map(|row| &got[row]),
                     &text[..text.len().min(300)]
@@ -145,7 +146,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
     }
 }
 
-/// Returns whether inferno itself writes the escape sequence: a style, cursor up, clearing or synchronized output.
+/// Returns whether the sequence is of a kind that inferno writes: a style, cursor up, clearing or synchronized output.
 fn is_own(sequence: &str) -> bool {
     let Some(rest) = sequence.strip_prefix("\u{1b}[") else { return false };
     let body = &rest[..rest.len() - 1];
@@ -320,6 +321,6 @@ fn a_table_too_wide_for_the_window_becomes_lines() {
     let narrow = WindowSize { rows: 24, columns: 25 };
     let shown = texts(&written(table, usize::MAX, narrow), narrow);
     assert_eq!(shown.trim_end(), "one: a\ntwo: b\nthree: c\nfour: d\n\none: f\ntwo: g\nthree: h\nfour: i\nfive: j");
-    // In a wider window, the same text is shown as a table.
+    // The window that `text` uses is wide enough for a table.
     assert!(text(table).contains("─┼─"));
 }

@@ -1,9 +1,9 @@
 //! Tests of the decode graph. All tests in this file need a GPU.
 //!
-//! - The logits of every step match transformers and the eager decoder.
+//! - The logits match transformers, and match the eager decoder unless a near tie leads to other experts.
 //! - Graph replay matches individual kernel launches.
-//! - Sampling on the GPU matches the sampler on the host, also for NaN, infinite and equal logits,
-//!   except for ties at the cutoff of top-k or top-p.
+//! - Sampling on the GPU matches the sampler on the host, also for NaN, infinite and equal logits.
+//!   The exceptions that `sample.cu` lists are not tested.
 //! - A graph can be captured while another thread opens and drops devices.
 
 use std::path::Path;
@@ -39,8 +39,8 @@ struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
-    /// The block tables of the test's single sequence.
-    /// The blocks are in reverse order, so that a kernel that ignores the block table fails.
+    /// The block tables of the only sequence. They list the blocks in reverse order, so that the tests fail if a kernel
+    /// ignores the tables.
     tables: BlockTables,
     device: Device,
     dtype: DType,
@@ -111,8 +111,8 @@ impl Model {
     }
 }
 
-/// Runs a test in bf16 and f16 on all golden models that the graph supports, and on models with random weights.
-/// Some of the random weights are quantized.
+/// Runs a test in bf16 and f16 on all golden models that the graph supports, and on models with random weights, some of
+/// them quantized.
 fn for_each_model(test: impl Fn(&Model)) {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
@@ -149,7 +149,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Compares the logits of every step with transformers. In f16, also compares the greedy tokens.
+/// Compares the logits of all steps with transformers. In f16, also compares greedy tokens.
 #[test(gpu)]
 fn graph_steps_match_transformers() {
     let device = gpu();
@@ -170,13 +170,9 @@ fn graph_steps_match_transformers() {
             let error = relative_error(&got, &values(&golden["logits"]));
             println!("{}: relative error of the logits: {error:e}", model.name);
             let limit = logits_tolerance(dtype);
-            assert!(
-                error < limit,
-                "{} in {dtype:?}: relative error of the logits {error:e}, limit {limit:e}",
-                model.name
-            );
+            assert!(error < limit, "{}: relative error of the logits: {error:e}, limit: {limit:e}", model.name);
 
-            // In bf16, rounding may change the greedy token in a near tie, so only f16 compares greedy tokens.
+            // In bf16, rounding may change the greedy token in a near tie, so compare greedy tokens only in f16.
             if dtype == DType::F16 {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();
@@ -225,7 +221,7 @@ fn graph_steps_match_the_eager_decoder() {
             let want = values(&model.forward(&[token], position, &eager));
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            // If the router chooses another expert in a near tie, the error of the step is larger.
+            // In a near tie, the router may choose other experts than in the eager decoder. The error is then larger.
             let is_flipped = model.can_graph_choose_other_experts && (allowed..1.0).contains(&error);
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
             assert!(
@@ -238,7 +234,8 @@ fn graph_steps_match_the_eager_decoder() {
             seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
             if model.can_graph_choose_other_experts {
-                // Another choice of expert also changes the KV cache, so rebuild both caches from the same tokens.
+                // Other experts also change the keys and values of the next layers, so let the eager decoder recompute
+                // both caches.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
                 model.forward(&seen, 0, &eager);
@@ -247,7 +244,7 @@ fn graph_steps_match_the_eager_decoder() {
         let allowed_flips = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
         assert!(
             flipped <= allowed_flips,
-            "{}: the error of the logits is too large in {flipped} of {steps} steps",
+            "{}: the error of the logits is too large in {flipped} of {steps} steps (at most {allowed_flips} allowed)",
             model.name
         );
     });
@@ -272,8 +269,8 @@ fn graph_replay_matches_single_launches() {
     });
 }
 
-/// Simulates the next turn of a chat. An eager prefill continues from keys and values that the graph wrote.
-/// Queued steps have also written keys and values beyond the end of the answer.
+/// Simulates the next turn of a chat: an eager prefill continues from keys and values that the graph wrote.
+/// The graph has also written keys and values at later positions, partly in queued steps. The prefill must ignore them.
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
     for_each_model(|model| {
@@ -326,7 +323,7 @@ fn device_sampling_matches_host_sampling() {
                 let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{}: wrong token at position {position}, {params:?}", model.name);
             }
-            // Two runs that sample only on the GPU must generate the same tokens.
+            // Two runs with the same parameters and seed must generate the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
             let run = |graph: &mut DecodeGraph| -> Vec<u32> {
                 graph.start(0, prompt.len(), 3, host.on_device(), &model.tables).unwrap();
@@ -345,7 +342,8 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 }
 
 /// The sampling kernel treats NaN, infinite and equal logits as the sampler on the host does.
-/// The cases include greedy sampling, because after an eager prefill, this kernel chooses even the first greedy token.
+/// The cases include greedy sampling, because this kernel also chooses the first greedy token after an eager prefill:
+/// the greedy kernel needs maxima that an eager prefill does not compute.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());
@@ -364,7 +362,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p, because in a tie at the cutoff, the kernel keeps more tokens than the host.
+        // No case uses top-k or top-p, because the kernel keeps all tokens that tie at the cutoff, unlike the host.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];
@@ -399,14 +397,15 @@ fn special_logits_are_sampled_as_on_the_host() {
     }
 }
 
-/// Like `argmax` on the host, the greedy kernel chooses the lowest id among equal logits and ignores NaN logits.
+/// Like `argmax` on the host, the greedy kernel chooses the lowest id in a tie and ignores NaN logits.
+/// If all logits are NaN, the step fails.
 #[test(gpu)]
 fn special_logits_of_greedy_steps_follow_the_host() {
     let device = gpu();
     let (name, llama) = &LLAMAS[0];
     assert!(!llama.tied);
-    // Returns a model whose output head has row `row_of(row)` of the original head in place of each row.
-    // If `row_of` returns `None`, the new row is NaN.
+    // Returns a model in which each row `row` of the output head is row `row_of(row)` of the original head,
+    // or NaN if `row_of` returns `None`.
     let graph_with_head = |row_of: &dyn Fn(usize) -> Option<usize>| {
         let dir = tempfile::tempdir().unwrap();
         llama.write(dir.path());
@@ -421,7 +420,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
         safetensors::save(&tensors, &file).unwrap();
         Model::load(name, dir.path(), &device, DType::BF16)
     };
-    // Rows 150 to 299 of the output head equal rows 0 to 149, so most steps have a tie.
+    // Rows 150 to 299 of the output head equal rows 0 to 149, so most steps have a tie for the largest logit.
     let model = graph_with_head(&|row| Some(if (150..300).contains(&row) { row - 150 } else { row }));
     let mut graph = model.graph();
     let (mut token, mut ties) = (3, 0);
@@ -433,7 +432,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
         ties += usize::from(logits.iter().filter(|&&logit| logit == logits[next as usize]).count() > 1);
         token = (next * 7 + position as u32) % logits.len() as u32;
     }
-    assert!(ties > 20, "only {ties} of 40 steps had a tie");
+    assert!(ties > 20, "only {ties} of 40 steps had a tie for the largest logit");
 
     let model = graph_with_head(&|row| (row % 3 != 0).then_some(row));
     let mut graph = model.graph();

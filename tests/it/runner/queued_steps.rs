@@ -1,7 +1,7 @@
-//! Tests of queued steps. A queued step is planned before the tokens of the previous step are known.
+//! Tests of queued steps, which are launched before the host knows the tokens of the previous step.
 //!
-//! Most of these tests run on the CPU. On a GPU, most steps are queued (see docs/architecture.md),
-//! so the batch tests in `engine/generation/graph.rs` also cover queued steps.
+//! Most of these tests run on the CPU. On a GPU, steps of several sequences are queued by default
+//! (see docs/architecture.md), so the tests of batches in `engine/generation/graph.rs` also cover queued steps.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ pub fn demo() -> EngineBuilder<'static> {
 }
 
 /// Returns a prompt and options for request number `index`.
-/// The requests differ in length, sampling parameters and finish reason.
+/// The requests differ in prompt length, sampling parameters, stop tokens and `max_tokens`.
 fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     let sampling = match index % 3 {
         0 => SamplingParams::greedy(),
@@ -36,7 +36,8 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     (prompt, GenerateOptions { ignore_eos: true, stop_token_ids, max_tokens, ..GenerateOptions::new(sampling) })
 }
 
-/// Checks that `engine` returns the same answers as `reference`, even after preemptions and prefix hits.
+/// Checks that `engine` gives the same answers to 15 concurrent requests as `reference` gives to one request at a time.
+/// Also checks that `engine` preempts sequences and reuses cached prefixes while it answers.
 /// `change(index, options)` changes the options of request number `index`.
 pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
     let requests = (0..15).map(|index| {
@@ -118,7 +119,7 @@ fn steps_are_queued_ahead_unless_a_constraint_needs_the_previous_token() {
         engine.with_runner(|_| ()).unwrap();
         (engine.stats().steps_queued_ahead, engine.stats().steps)
     };
-    // Of the 50 steps, 49 are queued ahead. The first step is not, because no step runs before it.
+    // The first of the 50 steps is never queued ahead, because no step runs before it.
     assert_eq!(share(|_| ()), (49, 50));
     assert_eq!(share(|options| options.sampling.repetition_penalty = 1.2), (49, 50));
     assert_eq!(share(|options| options.logit_bias = BTreeMap::from([(9, 1.0)])), (49, 50));
@@ -129,7 +130,7 @@ fn steps_are_queued_ahead_unless_a_constraint_needs_the_previous_token() {
 
 #[test]
 fn queued_and_other_steps_mix() {
-    // A step with a constraint must wait for the previous tokens, so it is not queued ahead.
+    // A step with a constrained request must wait for the tokens of the previous step, so it is not queued.
     let change = |index: usize, options: &mut GenerateOptions| {
         edit_logits(index, options);
         if index.is_multiple_of(7) {
@@ -222,7 +223,7 @@ fn queued_steps_report_the_same_log_probabilities() {
     };
     let ((want, waiting), (got, queued)) = (answers(false), answers(true));
     assert_eq!(got, want);
-    assert!(waiting == 0 && queued > 50, "{queued} steps were queued ahead with queueing, {waiting} without");
+    assert!(waiting == 0 && queued > 50, "{queued} steps were queued ahead with `queue_steps`, {waiting} without");
 }
 
 /// Batches of 1 to 9 requests get the same answers and log probabilities whether or not their steps are queued.
@@ -231,7 +232,7 @@ fn queued_steps_report_the_same_log_probabilities() {
 fn answers_with_edited_logits_are_the_same_on_a_gpu() {
     for name in ["mistral", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
-        // For each number of requests from 1 to 9, returns their answers and how many steps were queued ahead.
+        // For each batch of 1 to 9 requests, returns the answers and the number of steps that were queued ahead.
         let answers = |queue_steps: bool, logprobs: fn(usize) -> Option<usize>| {
             let builder = model.builder().context(128).chunk(64).sequences(9).deterministic(true);
             let engine = builder.queue_steps(queue_steps).load().unwrap();
@@ -263,15 +264,15 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
                 assert!(
                     waiting == 0 && 2 * queued + 4 > longest as u64,
                     "{name}, {count} requests with up to {longest} tokens: \
-                     {queued} steps were queued ahead with queueing, {waiting} without"
+                     {queued} steps were queued ahead with `queue_steps`, {waiting} without"
                 );
             }
         }
     }
 }
 
-/// A single request whose logits are edited, or which reports log probabilities, runs on a batch graph.
-/// Its steps are queued, and choose the same tokens as steps that are not queued.
+/// The steps of a single request are queued if the request has a logit bias or asks for log probabilities.
+/// They give the same tokens and log probabilities as steps that are not queued.
 #[test(gpu)]
 fn steps_of_one_request_that_edits_or_reports_logits_are_queued_on_a_gpu() {
     let model = GraphModel::new("mistral");
@@ -291,11 +292,12 @@ fn steps_of_one_request_that_edits_or_reports_logits_are_queued_on_a_gpu() {
     };
     let ((want, waiting), (got, queued)) = (answers(false), answers(true));
     assert_eq!(got, want);
-    assert!(waiting == 0 && queued >= 3 * 29, "{queued} steps were queued ahead with queueing, {waiting} without");
+    assert!(waiting == 0 && queued >= 3 * 29, "{queued} steps were queued ahead with `queue_steps`, {waiting} without");
 }
 
-/// Steps of one batch size alternate between steps that need only the largest logits and steps that need all logits.
-/// The tokens must match a prefill of the answer. The chosen token must also have the largest log probability.
+/// Most steps run three requests. A step needs all logits while the request of lane 0 asks for log probabilities,
+/// and otherwise only the largest logits. In a prefill of the answer, each token must have nearly the largest logit.
+/// If log probabilities are reported, the chosen token must have the largest one.
 #[test(gpu_alone)]
 fn steps_with_and_without_log_probabilities_alternate_on_a_gpu() {
     const LANES: usize = 3;
@@ -308,7 +310,7 @@ fn steps_with_and_without_log_probabilities_alternate_on_a_gpu() {
         let model = GraphModel::new(name);
         let builder = model.builder().devices(devices).dtype(dtype);
         let engine = builder.context(110).chunk(16).sequences(LANES).load().unwrap();
-        // Each lane sends requests one after another, so that most steps have one sequence of each lane.
+        // Each lane sends its requests one after another, so most steps run one request of each lane.
         let answers_of_lane = |lane: usize| {
             let answer = |round: usize| {
                 let logprobs = (lane == 0 && round % 2 == 1).then_some(2);
@@ -332,7 +334,7 @@ fn steps_with_and_without_log_probabilities_alternate_on_a_gpu() {
             assert!(answer.iter().all(|(_, logprobs)| logprobs.is_some() == has_logprobs), "{name}");
             for (token, logprobs) in answer {
                 let Some(TokenLogprobs { chosen, top }) = logprobs else { continue };
-                assert_eq!((token, chosen), top[0], "{name}: the token is not the most likely one");
+                assert_eq!((token, chosen), top[0], "{name}: the chosen token is not reported as the most likely one");
             }
         }
     }

@@ -49,7 +49,8 @@ const ROUTES: &[(&str, &str)] = &[
     ("GET", "/%6detrics"),
 ];
 
-/// Returns whether a path starts with the parts of a route. A part of the route in braces matches any text.
+/// Returns whether a route matches a path, or the start of a longer path.
+/// A part of the route in braces matches any part of the path.
 fn matches(route: &str, path: &str) -> bool {
     let mut parts = path.split('/');
     let is_equal = |part: &str| parts.next().is_some_and(|other| part.starts_with('{') || part == other);
@@ -139,7 +140,7 @@ fn cors_is_off_by_default() {
         [origin, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")];
     let server = Server::start(&[]);
     assert_eq!(server.send("OPTIONS", "/v1/models", &preflight, b"").header("access-control-allow-origin"), None);
-    // Without keys and `--cors-origin`, a server refuses requests from web pages, except from local ones.
+    // A server without API keys refuses requests from web pages that are neither local nor allowed by `--cors-origin`.
     let response = server.send("GET", "/v1/models", &[origin], b"");
     response.error(403);
     assert_eq!(response.header("access-control-allow-origin"), None);

@@ -61,7 +61,7 @@ fn a_preview_equals_what_happens() {
     assert!(full["expected_wait_s"].as_f64().unwrap() > 0.0, "{full}");
     assert_eq!(preview(&server, json!({ "priority": -1000 }))["requests_ahead"], 0);
     server.chat(json!({})).error(429);
-    // Waiting never helps a request with more answers than the server ever admits at once.
+    // A request for more answers than the server admits at once can never run, so it gets status 400 instead of 429.
     assert_eq!(server.chat(json!({ "n": 6 })).error(400)["param"], "n");
     assert_eq!(server.post("/v1/admission", &chat(json!({ "n": 6 }))).error(400)["param"], "n");
 }
@@ -90,7 +90,7 @@ fn begin_as(server: &Server, key: &str, body: &Value) -> TcpStream {
     stream
 }
 
-/// Returns the value of a metric, requested with the API key `b`.
+/// Reads the value of a metric with the API key `b`.
 fn metric(server: &Server, name: &str) -> f64 {
     let text = server.send("GET", "/metrics", &[("Authorization", "Bearer b")], b"").text();
     let line = text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap();
@@ -106,7 +106,7 @@ fn a_key_with_many_requests_delays_other_keys_by_few_requests_each() {
     for turn in 1..4 {
         Response::read(&mut BufReader::new(begin_as(&server, "b", &body))).ok();
         // Between two requests with key `b`, the server starts one or two requests with key `a`.
-        // The assertion leaves room for more, because the number of waiting requests is read later.
+        // The assertion allows more, because further requests can start before the metric is read.
         let waiting = metric(&server, "inferno_num_requests_waiting");
         assert!(waiting >= f64::from(56 - 4 * turn), "{waiting} requests are waiting after turn {turn}");
     }

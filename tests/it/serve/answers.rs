@@ -121,7 +121,7 @@ fn stop_strings_end_the_answer_and_never_the_reasoning() {
     let full = server.chat(json!({})).ok();
     let message = &full["choices"][0]["message"];
     let (content, reasoning) = (message["content"].as_str().unwrap(), message["reasoning"].as_str().unwrap());
-    // "KV cache" occurs in the content and in the reasoning.
+    // The stop string must also occur in the reasoning, to show that it does not end the reasoning.
     assert!(content.contains("KV cache") && reasoning.contains("KV cache"), "{message}");
     let stopped = server.chat(json!({ "stop": "KV cache" })).ok();
     let message = &stopped["choices"][0]["message"];
@@ -194,7 +194,7 @@ fn completions_continue_texts_and_token_ids() {
     assert_eq!(echo["choices"][0]["text"], "Only this");
 }
 
-/// The first request for log probabilities has the form with which lm-evaluation-harness scores continuations.
+/// The first request for log probabilities has the form that lm-evaluation-harness uses to score continuations.
 #[test]
 fn echoed_prompts_have_log_probabilities() {
     let server = Server::start(&["--chunk", "16", "--max-sequences", "4"]);
@@ -220,11 +220,11 @@ fn echoed_prompts_have_log_probabilities() {
         let best = top.values().next().unwrap().as_f64().unwrap();
         assert!(logprob <= best && best <= 0.0, "{logprob} {best}");
     }
-    // The generated token is the most likely one.
-    // The response contains the token even if it is a stop token without text.
+    // At temperature 0, the generated token is the most likely one.
     let last = logprobs["tokens"][count].as_str().unwrap();
     assert_eq!(logprobs["top_logprobs"][count][last], logprobs["token_logprobs"][count]);
-    // The text of each token starts at the token's offset, counted in characters.
+    // The text of each prompt token starts at the token's offset, counted in characters.
+    // Tokens that are only part of a character are not checked.
     let characters: Vec<char> = scored["choices"][0]["text"].as_str().unwrap().chars().collect();
     let offsets = logprobs["text_offset"].as_array().unwrap();
     for (token, offset) in logprobs["tokens"].as_array().unwrap()[..count].iter().zip(offsets) {

@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server};
 
-/// Returns the body of a request: the demo model, 300 tokens, a question and temperature 0.
-/// `fields` adds fields and replaces these defaults.
+/// Returns the body of a request: the demo model, a limit of 300 tokens, a question and temperature 0.
+/// The fields in `fields` are added to the body, or replace these defaults.
 fn body(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -21,7 +21,7 @@ fn send(server: &Server, fields: Value) -> Response {
     server.post("/v1/messages", &body(fields))
 }
 
-/// Asserts that the response is an error in Anthropic's format, and returns the error message.
+/// Asserts that the response is an error of type `kind` in Anthropic's format, and returns the error message.
 fn error(response: &Response, status: u16, kind: &str) -> String {
     assert_eq!(response.status, status, "{}", response.text());
     let json = response.json();
@@ -134,7 +134,7 @@ fn answers_are_those_of_chat_completions_in_another_shape() {
     assert_eq!(usage["output_tokens"], chat_usage["completion_tokens"]);
     let reasoning = &chat_usage["completion_tokens_details"]["reasoning_tokens"];
     assert_eq!(usage["output_tokens_details"]["thinking_tokens"], *reasoning);
-    // If a request has no `thinking` field, the answer contains no thinking.
+    // If a request has no `thinking` field, the model still reasons, but the response does not contain the reasoning.
     let hidden = send(&server, json!({})).ok();
     assert_eq!(hidden["content"], json!([{ "type": "text", "text": answer["content"], "citations": null }]));
     assert_eq!(hidden["usage"]["output_tokens"], usage["output_tokens"]);

@@ -60,7 +60,7 @@ fn all_choices_of_a_request_are_canceled() {
 #[test]
 fn a_client_that_does_not_read_is_disconnected() {
     let server = Server::start(&["--write-timeout", "0.5"]);
-    // Large events fill the buffers of the connection.
+    // Large events soon fill the buffers of the connection, so that the server cannot write more.
     let mut body = endless(true);
     (body["logprobs"], body["top_logprobs"], body["n"]) = (json!(true), json!(20), json!(8));
     let mut stream = server.begin("/v1/chat/completions", &body);

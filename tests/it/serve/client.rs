@@ -37,7 +37,7 @@ impl Server {
         Self::start_model("demo", args, variables)
     }
 
-    /// Starts `inferno serve` with the model `model`, which is a name or the path of a folder.
+    /// Like [`start_with`](Self::start_with), but serves the model `model`, which is a name or the path of a folder.
     pub fn start_model(model: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
         let home = TempDir::new().unwrap();
         let mut command = inferno(&home);
@@ -48,7 +48,7 @@ impl Server {
         command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut stderr = child.stderr.take().unwrap();
-        // Read the log on a thread, because a full pipe would block the server.
+        // Read the log on a thread, because the server cannot write more lines while the pipe is full.
         let log = std::thread::spawn(move || {
             let mut log = String::new();
             stderr.read_to_string(&mut log).unwrap();
@@ -92,7 +92,7 @@ impl Server {
         self.post("/v1/chat/completions", &chat(fields))
     }
 
-    /// Sends the headers and the body of a request, and returns the connection.
+    /// Sends a POST request, and returns the connection without reading the response.
     pub fn begin(&self, path: &str, body: &Value) -> TcpStream {
         let mut stream = self.connect();
         stream.write_all(&request("POST", path, &[JSON], body.to_string().as_bytes())).unwrap();
@@ -156,7 +156,7 @@ impl Drop for Server {
 pub const JSON: (&str, &str) = ("Content-Type", "application/json");
 
 /// Returns the body of a chat completion request: the demo model, a question and temperature 0.
-/// `fields` adds fields and replaces these defaults.
+/// The fields in `fields` are added to the body, or replace these defaults.
 pub fn chat(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -169,12 +169,12 @@ pub fn chat(fields: Value) -> Value {
     body
 }
 
-/// Returns the body of a request whose answer takes many seconds to generate.
+/// Returns the body of a chat completion request with a long answer, of up to 3000 tokens.
 pub fn endless(is_stream: bool) -> Value {
     chat(json!({ "stream": is_stream, "ignore_eos": true, "max_tokens": 3000 }))
 }
 
-/// Returns the bytes of a request whose connection closes after the response.
+/// Returns the bytes of an HTTP request that asks the server to close the connection after the response.
 pub fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
     let mut text = format!("{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n");
     for (name, value) in headers {
@@ -192,7 +192,7 @@ pub struct Response {
 }
 
 impl Response {
-    /// Reads a response. The body is chunked, has a `content-length`, or is empty.
+    /// Reads a response and its body. A body that is not chunked and has no `content-length` counts as empty.
     pub fn read(stream: &mut impl BufRead) -> Self {
         let mut response = Self::read_head(stream);
         if response.header("transfer-encoding") == Some("chunked") {
@@ -239,7 +239,8 @@ impl Response {
         self.json()
     }
 
-    /// Asserts that the response is an error in OpenAI's format, of at most 4096 bytes. Returns the error object.
+    /// Asserts that the response is an error with this status, in OpenAI's format, with a body of at most 4096 bytes.
+    /// Returns the error object.
     pub fn error(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{}", self.text());
         let json = self.json();

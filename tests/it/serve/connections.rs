@@ -29,8 +29,8 @@ fn connections_above_the_limit_only_answer_health_checks() {
     let (first, second) = (open(&server), open(&server));
     let refused = server.metric("inferno_refused_connections_total");
 
-    // Above the connection limit, the server refuses requests without reading their bodies.
-    // A request with an invalid body therefore gets the same error.
+    // On connections above the limit, the server refuses requests to most routes without reading their bodies,
+    // so a request with an invalid body gets the same error as a valid request.
     for (method, path, body) in
         [("GET", "/v1/models", json!(null)), ("POST", "/v1/chat/completions", json!({ "messages": [] }))]
     {
@@ -50,7 +50,7 @@ fn connections_above_the_limit_only_answer_health_checks() {
     drop(first);
     server.wait("a connection is allowed again", |server| server.get("/v1/models").status == 200);
     drop(second);
-    // The server also ends cleanly after connections above the limit.
+    // The server exits cleanly, even after it has refused connections.
     server.signal(Signal::SIGTERM);
     assert_eq!(server.exit_code(), Some(0));
 }

@@ -8,7 +8,7 @@ fn user(text: &str) -> Value {
     json!({ "role": "user", "content": text })
 }
 
-/// Returns the fields of a request with a weather tool added.
+/// Adds a weather tool to the fields of a request, and returns all fields.
 fn with_weather(fields: Value) -> Value {
     let parameters = json!({ "type": "object", "properties": { "city": { "type": "string" } }, "required": ["city"] });
     let function = json!({ "name": "get_weather", "description": "Returns the weather.", "parameters": parameters });

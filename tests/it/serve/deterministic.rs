@@ -1,4 +1,5 @@
-//! Tests of answers that do not depend on other requests, on servers with and without `--deterministic`.
+//! Tests of deterministic answers, which do not depend on other requests. With `--deterministic`, a server gives only
+//! such answers. Without it, single requests can ask for them.
 
 use std::io::BufReader;
 
@@ -24,7 +25,7 @@ fn question(index: usize) -> Value {
     }))
 }
 
-/// Returns the message of a response with its log probabilities, and the fingerprint of the response.
+/// Returns the message and the log probabilities of a response as one JSON value, and the fingerprint of the response.
 fn answer(response: &Response) -> (Value, String) {
     let json = response.ok();
     let choice = json!([json["choices"][0]["message"], json["choices"][0]["logprobs"]]);
@@ -74,8 +75,8 @@ fn single_requests_can_be_deterministic() {
     assert_eq!((response.status, response.header("x-inferno-ignored")), (200, None));
 }
 
-/// Tests the header `x-inferno-deterministic` on four APIs.
-/// Not all of their responses have a fingerprint, so the test reads the records of the requests.
+/// Tests the header `x-inferno-deterministic` on four routes.
+/// The responses of some of these routes have no fingerprint, so the test reads the records of the requests.
 #[test]
 fn the_header_works_on_all_routes() {
     let server = Server::start(&["--record-memory", "1"]);

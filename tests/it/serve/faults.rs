@@ -1,5 +1,5 @@
 //! Tests of faults in the engine while a server answers requests. Two tests run their servers in the test process
-//! ([`Local`]). The third test starts a server process, because this fault must end the process.
+//! ([`Local`]). The test of a failed rank starts a server process, because this failure must end the process.
 
 use std::io::{BufReader, Write};
 use std::net::{SocketAddr, TcpStream};

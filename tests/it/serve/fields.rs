@@ -26,8 +26,8 @@ fn refused_requests() -> Vec<TestCase<Refused>> {
     chats.chain(completions).collect()
 }
 
-/// Returns chat requests that the server must refuse.
-/// Each has the name of the case, the fields of the request, and the field that the error must name.
+/// Returns chat requests that the server must refuse,
+/// as (name of the test case, fields for [`chat`], field that the error must name).
 fn refused_chats() -> Vec<(&'static str, Value, &'static str)> {
     let message = |message: Value| json!({ "messages": [message] });
     let tool = |function: Value| json!({ "tools": [{ "type": "function", "function": function }] });
@@ -120,7 +120,8 @@ fn refused_chats() -> Vec<(&'static str, Value, &'static str)> {
     ]
 }
 
-/// Returns completion requests that the server must refuse, in the form of [`refused_chats`].
+/// Returns completion requests that the server must refuse,
+/// as (name of the test case, body, field that the error must name).
 fn refused_completions() -> Vec<(&'static str, Value, &'static str)> {
     vec![
         ("no_prompt", json!({}), "prompt"),
@@ -141,7 +142,7 @@ fn refused_completions() -> Vec<(&'static str, Value, &'static str)> {
 }
 
 /// Returns a server that the tests of refused requests share while they run at the same time.
-/// The server stops when the last of these tests ends.
+/// The server stops as soon as no test uses it.
 fn shared_server() -> Arc<Server> {
     static SERVER: Mutex<Weak<Server>> = Mutex::new(Weak::new());
     let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
@@ -185,7 +186,7 @@ fn honored_fields_change_the_answer() {
     let content = |fields: Value| server.chat(fields).ok()["choices"][0]["message"]["content"].clone();
     let plain = content(json!({}));
     let id = &server.post("/tokenize", &json!({ "prompt": "The" })).ok()["tokens"][0];
-    // The server refuses a text that is far too long, because encoding the text would delay other clients.
+    // The server refuses a text that is far too long for the context, to avoid the cost of encoding the text.
     server.post("/tokenize", &json!({ "prompt": "a".repeat(4 << 20) })).error(400);
     let biased = content(json!({ "logit_bias": { id.to_string(): -100 } }));
     assert!(plain.as_str().unwrap().starts_with("The") && !biased.as_str().unwrap().starts_with("The"), "{biased}");
@@ -284,8 +285,8 @@ fn harmony_uses_only_the_effort_of_the_template_variables() {
     assert_eq!(error["param"], "reasoning_effort");
 }
 
-/// The router SMG adds `logprobs` and `stream` to requests. vllm-router adds the other fields in `added`,
-/// except `max_tokens`.
+/// All fields in `added` except `max_tokens` are fields that routers add to requests:
+/// SMG adds `logprobs` and `stream`, and vllm-router adds the others.
 #[test]
 fn fields_that_routers_add_do_not_change_the_answer() {
     let server = Server::start(&[]);

@@ -35,7 +35,7 @@ fn a_ready_server_is_healthy() {
         let word = if args.contains(&"--live") { "alive" } else { "ready" };
         assert_eq!(text(&output.stdout), format!("{url} is {word}\n"));
     }
-    // The health check of a local server must not use a proxy.
+    // The health check must ignore proxy settings in the environment.
     assert!(run_with(&["--port", port], &[("HTTP_PROXY", "http://127.0.0.1:9")]).status.success());
 }
 
@@ -76,7 +76,7 @@ fn a_server_that_does_not_respond_is_unhealthy_after_the_timeout() {
     let output = run(&["health", "--url", &url, "--timeout", "0.3"]);
     assert_fails(&output, 1, &["no response in 0.3 s"]);
     assert!(started.elapsed() < Duration::from_secs(20));
-    // Accept and drop the first connection, which is still in the backlog.
+    // Accept and drop the connection of the check above, which is still in the backlog.
     drop(listener.accept().unwrap());
     let other = thread::spawn(move || {
         let mut stream = BufReader::new(listener.accept().unwrap().0);

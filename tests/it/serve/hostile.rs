@@ -1,4 +1,4 @@
-//! Tests that invalid and abusive requests do not stop the server.
+//! Tests of invalid and abusive requests, which the server must reject without stopping.
 
 use std::io::{BufReader, Read, Write};
 
@@ -78,8 +78,8 @@ fn extreme_values_are_never_a_server_error() {
             body.as_object_mut().unwrap().shift_remove(name);
             let text = body.to_string();
             let text = format!("{},\"{name}\":{value}}}", text.strip_suffix('}').unwrap());
-            // Skip large values of `max_tokens`, because long answers would slow the test down.
-            // The condition also skips some invalid values.
+            // Skip large values of `max_tokens`: if the server accepted one, a long answer would slow the test down.
+            // The condition also skips other values, such as `0.5` and `{}`.
             if name == "max_tokens" && (value.len() > 1 && !value.starts_with(['-', '"', '['])) {
                 continue;
             }
@@ -101,7 +101,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n".to_vec(), 400),
         (b"GET / HTTP/3.7\r\n\r\n".to_vec(), 400),
         (b"\0\0\0\0\r\n\r\n".to_vec(), 400),
-        // A TLS ClientHello arrives on a port without TLS.
+        // The first bytes of a TLS ClientHello, sent to a port without TLS.
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(), 400),
         (b"POST /tokenize HTTP/1.1\r\nContent-Length: -5\r\n\r\n".to_vec(), 400),
         (b"POST /tokenize HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n".to_vec(), 400),
@@ -130,7 +130,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         let _ = reader.read_to_end(&mut rest);
         assert!(rest.is_empty(), "{rest:?}");
     }
-    // The server sends no response to the preface of HTTP/2 and closes the connection.
+    // The server sends no response to the connection preface of HTTP/2.
     let mut stream = server.connect();
     stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
     let mut answer = Vec::new();

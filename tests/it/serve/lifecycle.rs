@@ -88,7 +88,7 @@ fn streams_end_before_the_server_does() {
 
 #[test]
 fn a_server_accepts_requests_during_the_drain_delay() {
-    // Set a drain delay that is longer than any test.
+    // Set a drain delay that cannot end during the test.
     let server = Server::start(&["--drain-delay", "3600"]);
     server.signal(Signal::SIGTERM);
     server.wait("/health returns status 503", |server| server.get("/health").status == 503);
@@ -153,7 +153,8 @@ fn idle_connections_do_not_keep_the_server_running() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
-/// The router SMG reuses connections that were idle for up to 3 s, so the server must keep them open for longer.
+/// By default, the router SMG reuses connections that were idle for up to 3 s,
+/// so the server must keep idle connections open for longer.
 #[test]
 fn an_idle_connection_stays_open_for_longer_than_routers_keep_it() {
     let server = Server::start(&[]);

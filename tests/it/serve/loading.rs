@@ -1,4 +1,4 @@
-//! Tests of a server while its model is loading and after its engine has stopped. The server runs in the test process.
+//! A test of a server in the test process, while the model is loading and after the engine has stopped.
 
 use std::io::{BufReader, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::client::{Response, Server};
 
 /// Returns the body of a request to `/api/chat`: the demo model, a question and temperature 0, without streaming.
-/// `fields` adds fields and replaces these defaults.
+/// The fields in `fields` are added to the body, or replace these defaults.
 fn chat(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -159,7 +159,7 @@ fn tools_and_schemas_work_like_those_of_openai() {
     whole["stream"] = json!(false);
     assert_eq!(server.post("/api/chat", &chat(whole)).ok()["message"]["tool_calls"], *calls);
 
-    // Send the answer back with the result of the tool call. In this API, inferno's tool calls have no ids.
+    // Send the tool call back with its result. It has no id, because inferno's tool calls have none in this API.
     let assistant = json!({ "role": "assistant", "content": "", "thinking": "Hmm.", "tool_calls": calls });
     for result in [
         json!({ "role": "tool", "content": "sunny", "tool_name": "get_weather" }),

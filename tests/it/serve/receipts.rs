@@ -75,7 +75,8 @@ fn a_receipt_states_what_computed_an_answer() {
     let other = other.get("/v1/receipts/key").json()["x"].as_str().unwrap().to_string();
     assert_fails(&run(&["receipt", receipt, "--key", &other]), 6, &["changed, or signed with another key"]);
 
-    // Changed and truncated receipts are invalid. The unit tests of `receipt.rs` change every field and every byte.
+    // Changed and truncated receipts are invalid.
+    // The unit tests in `server/records/receipt.rs` change every field and every byte.
     let signed = fs::read_to_string(receipt).unwrap();
     let edited = folder.path().join("edited");
     let edited = edited.to_str().unwrap();

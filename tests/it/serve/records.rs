@@ -29,7 +29,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Sends requests of several kinds, each with an id. Returns the number of answers by id.
+/// Sends requests of several kinds, each with an id. Returns the id and the number of answers of each request.
 fn send_all(server: &Server) -> Vec<(&'static str, usize)> {
     let send = |id: &'static str, path: &str, body: Value| {
         let response = server.send("POST", path, &[JSON, ("x-request-id", id)], body.to_string().as_bytes());
@@ -97,7 +97,7 @@ fn replay_names_the_first_token_that_differs() {
     let printed = text(&output.stdout);
     assert!(printed.starts_with(&expected) && printed.contains(&format!("got {token} ")), "{printed}");
     assert_eq!(printed.matches("log probability").count(), 2, "{printed}");
-    // A replay on another device succeeds if it generates the same tokens.
+    // A replay on a device other than the recorded one succeeds if it generates the same tokens.
     record["requests"][0]["answers"][0]["tokens"][7] = json!(token);
     record["engine"]["device"] = json!("another device");
     write(&record);
@@ -166,7 +166,7 @@ fn records_can_be_turned_off() {
     response.ok();
     let id = response.header("x-request-id").unwrap().to_string();
     server.get(&format!("/v1/records/{id}")).error(404);
-    // With `--no-auth`, a server cannot tell its clients apart, so no client may read records.
+    // With `--no-auth`, all clients belong to one tenant and may be on other machines, so no client may read records.
     let server = Server::start(&["--no-auth"]);
     let response = server.chat(json!({ "max_tokens": 3 }));
     let id = response.header("x-request-id").unwrap().to_string();

@@ -12,8 +12,8 @@ use super::client::Server;
 use crate::support::program::{assert_fails, inferno, text};
 use crate::support::session::{expect, play_url};
 
-/// Runs `inferno play --url` for one answer.
-/// Sets an unreachable proxy, so that the request fails if inferno uses a proxy for a local server.
+/// Asks a server one question with `inferno play --url`.
+/// Sets an unreachable proxy, so that the request fails if inferno uses the proxy for a server on this machine.
 fn ask(url: &str, args: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
     let mut command = inferno(&home);
@@ -100,12 +100,12 @@ fn commands_work_on_a_server_or_say_why_not() {
     chat.send_line("/exit").unwrap();
     chat.exp_eof().unwrap();
 
-    // The saved conversation contains the URL of its server.
+    // The saved conversation contains the URL of its server, so no --url is needed.
     let output = inferno(&home).args(["play", "--resume", "talk", "--json", "--prompt", "What is my name?"]).output();
     let json = answer(&output.unwrap());
     assert!(json["text"].as_str().unwrap().contains("Ada") && json["stats"]["load_s"].is_null(), "{json}");
 
-    // A model that the user names must exist on the server, also for a saved conversation.
+    // If the server lacks the model that the user names, the model of the saved conversation does not replace it.
     let output =
         inferno(&home).args(["play", "dmo", "--url", &url, "--resume", "talk", "--prompt", "Hello"]).output().unwrap();
     assert_fails(&output, 3, &["dmo", "does not serve it"]);
@@ -135,7 +135,7 @@ fn ctrl_c_closes_the_connection_and_frees_the_server() {
     chat.exp_eof().unwrap();
 }
 
-/// A mock server that sends a fixed answer. It closes each connection after its response.
+/// A mock server that sends the same response to every completion request, and closes each connection afterward.
 struct Mock {
     url: String,
     /// The bodies of the received completion requests.
@@ -147,7 +147,7 @@ const MODELS: &str = r#"{"object":"list","data":[{"id":"org/a"},{"id":"org/b","m
 const HTML: &str = "<!doctype html>\n<title>It works</title>\n";
 
 impl Mock {
-    /// Starts a server that sends `answer`, a complete HTTP response, to each completion request.
+    /// Starts a server that sends `answer` to each completion request: a status line, headers and a body.
     fn start(answer: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -162,7 +162,7 @@ impl Mock {
         Self { url, bodies }
     }
 
-    /// Starts a server that streams `events`.
+    /// Starts a server that answers each completion request with a stream of `events`.
     fn streaming(events: &[&str]) -> Self {
         let events: String = events.iter().map(|event| format!("data: {event}\n\n")).collect();
         Self::start(&format!("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n{events}"))
@@ -258,8 +258,8 @@ fn reasoning_that_fills_the_context_of_a_server_is_explained() {
         "[DONE]",
     ]);
     let warning = |model: &str| text(&ask(&mock.url, &[model]).stderr);
-    // The server reports the context length of org/b only, so only there does the chat know that the context is full.
-    // It does not suggest --context, which cannot be combined with --url.
+    // The server reports a context length only for org/b, so inferno cannot know that the context of org/a is full.
+    // inferno does not suggest --context, which cannot be combined with --url.
     assert!(warning("org/b").contains("used all 10 tokens for reasoning; shorten the prompt"), "{}", warning("org/b"));
     assert!(warning("org/a").contains("used all 10 tokens for reasoning; raise --max-tokens"), "{}", warning("org/a"));
 }

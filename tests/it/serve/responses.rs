@@ -78,7 +78,8 @@ fn stream(server: &Server, mut fields: Value) -> Vec<Value> {
     parse_events(&response.text())
 }
 
-/// Combines the events of a stream into output items. Checks the order of the events.
+/// Combines the events of a stream into output items.
+/// Checks that the events of an item come after the item is added and before it is done.
 fn collect(events: &[Value]) -> Vec<Value> {
     let mut items: Vec<Value> = Vec::new();
     for event in events {
@@ -102,7 +103,7 @@ fn collect(events: &[Value]) -> Vec<Value> {
     items
 }
 
-/// Removes the values that differ between two responses to the same request.
+/// Sets the values that may differ between two responses to the same request to null.
 fn comparable(response: &Value) -> Value {
     let mut response = response.clone();
     for key in ["id", "created_at", "completed_at", "usage"] {

@@ -47,7 +47,7 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
         stream.write_all(&request("POST", PATH, &headers, body.to_string().as_bytes())).unwrap();
         server.wait("the request is running", |_| metric("inferno_num_requests_running") == 1.0);
         stream.shutdown(Shutdown::Both).unwrap();
-        // Clients wait before they retry. Meanwhile, the server notices that the connection was lost.
+        // Wait before the retry, as clients do, so that the server notices that the connection was lost.
         std::thread::sleep(Duration::from_millis(300));
     };
     for headers in [[count("1"), ("x-a", "b")], [("Idempotency-Key", "abc"), ("x-a", "b")]] {
@@ -58,7 +58,7 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
         assert_eq!(response.ok()["usage"]["completion_tokens"], TOKENS);
         assert_eq!(response.header("x-inferno-joined"), Some("first"));
         assert_eq!(metric("inferno_generation_tokens_total") - before, f64::from(TOKENS));
-        // Another retry generates a new answer, because the first answer was delivered.
+        // Another retry generates a new answer, because the answer to the lost request was delivered.
         assert_eq!(send(&server, &[one, retry], &long()).header("x-inferno-joined"), None);
     }
     assert_eq!(metric("inferno_joined_retries_total"), 2.0);
@@ -78,7 +78,7 @@ fn a_client_that_does_not_come_back_costs_nothing_after_a_short_time() {
     let started = Instant::now();
     lose(&server, &[("x-stainless-retry-count", "1")], &endless(false));
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the answer must keep running for a retry");
+    assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the server must keep generating for a retry");
     server.wait_until_idle();
     assert!((2..20).contains(&started.elapsed().as_secs()), "{:?}", started.elapsed());
     assert_eq!(server.metric("inferno_canceled_sequences_total"), 1.0);

@@ -106,7 +106,7 @@ fn loads_have_the_fields_that_routers_read() {
     assert_eq!((&load["max_running_requests"], &load["max_total_num_tokens"]), (&json!(7), &json!(4 * 4096)));
     assert_eq!(load["dp_rank"], 0);
     // The load report must not have the field `gen_throughput`.
-    // With this field, SMG would send all requests to the replica with the highest throughput.
+    // With this field, the router SMG would send all requests to the replica with the highest throughput.
     assert!(load.get("gen_throughput").is_none());
 
     // While a request is running, /v1/loads and /metrics both report its load.
@@ -187,8 +187,8 @@ fn metrics_have_the_names_and_labels_that_dashboards_read() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    // These metrics are constant, the current time, or equal to `num_requests_waiting`.
-    // Only `--metrics-compat vllm` publishes them, under vLLM's names.
+    // These three metrics add no information: a copy of `num_requests_waiting`, a constant and the current time.
+    // Therefore, only `--metrics-compat vllm` publishes them, and only with the prefix `vllm:`.
     let plain = Server::start(&[]).get("/metrics").text();
     for name in ["waiting_by_reason", "engine_sleep_state", "lora_requests_info"] {
         assert!(text.contains(name) && !plain.contains(name), "{name}: {plain}");

@@ -1,4 +1,4 @@
-//! Tests of conversations with several responses: stored responses, references to items, and cancellation.
+//! Tests of the Responses API: stored responses, earlier items sent back as input, and cancellation.
 
 use std::io::BufReader;
 
@@ -19,7 +19,8 @@ fn the_previous_response_continues_the_conversation() {
     let fields = json!({ "previous_response_id": first["id"], "input": [question] });
     let second = respond(&server, fields.clone()).ok();
     assert_eq!(second["previous_response_id"], first["id"]);
-    // Send the same conversation without stored responses. Instructions of earlier responses are not carried over.
+    // Send the same conversation without stored responses, and without the instructions of the first response,
+    // which `previous_response_id` does not carry over.
     let output = first["output"].as_array().unwrap();
     let items = [&[json!({ "role": "user", "content": "What is the KV cache?" })], &output[..], &[question]].concat();
     let whole = respond(&server, json!({ "input": items, "store": false })).ok();
@@ -83,7 +84,7 @@ fn responses_are_read_listed_and_deleted() {
     assert_eq!(deleted, json!({ "id": response["id"], "object": "response", "deleted": true }));
     for unknown in [path.as_str(), "/v1/responses/resp_none"] {
         let message = server.get(unknown).error(404)["message"].as_str().unwrap().to_string();
-        // A response in progress can be read, so the message must not say that the response may be in progress.
+        // GET also finds responses in progress, so its error must not say that the response may be in progress.
         assert!(message.contains("unknown or expired") && !message.contains("in progress"), "{message}");
         server.send("DELETE", unknown, &[], b"").error(404);
         server.post(&format!("{unknown}/cancel"), &json!({})).error(404);
@@ -154,13 +155,13 @@ fn tool_calls_and_their_outputs_reach_the_model() {
     let text = &json["output"].as_array().unwrap().iter().find(|item| item["type"] == "message").unwrap()["content"][0]
         ["text"];
     assert_eq!(*text, chat["choices"][0]["message"]["content"]);
-    // A function output may refer to a call in an earlier, stored response.
+    // A function output may refer to a call in the stored conversation.
     let fields = json!({ "input": input.as_array().unwrap()[..4], "tools": [tool], "max_output_tokens": 5 });
     let first = respond(&server, fields).ok();
     let output = json!([{ "type": "function_call_output", "call_id": "call_1", "output": "demo" }]);
     respond(&server, json!({ "previous_response_id": first["id"], "input": output, "max_output_tokens": 5 })).ok();
-    // The error about a function output without a call gives the index in the request's `input`.
-    // The index does not count the items of the stored conversation.
+    // If a function output has no call, the error gives the index of the output in the request's `input`.
+    // The items of the stored conversation do not count.
     let input = json!([
         output[0],
         { "role": "user", "content": "And then?" },

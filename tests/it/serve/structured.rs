@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::client::{Response, Server};
 
-/// Returns the schema of an object with a short text and a small number.
+/// Returns the schema of an object with a short string and a small integer.
 fn schema() -> Value {
     json!({
         "type": "object",
@@ -138,7 +138,7 @@ fn required_and_named_tools_are_called() {
     let json = server.chat(without).ok();
     let arguments = &json["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"];
     assert_eq!(serde_json::from_str::<Value>(arguments.as_str().unwrap()).unwrap(), json!({}));
-    // The model may answer with text instead of calling a strict tool.
+    // A strict tool need not be called. Its schema is enforced, so no field is reported as ignored.
     let response = server.chat(json!({ "tools": [tool("list_models", true)] }));
     assert!(response.header("x-inferno-ignored").is_none());
     response.ok();
@@ -205,7 +205,7 @@ fn a_grammar_that_was_compiled_before_gives_the_same_answers() {
     let first: Vec<Value> = (0..4).map(ask).collect();
     first.iter().for_each(|text| check(text.as_str().unwrap()));
     assert_eq!((0..4).map(ask).collect::<Vec<_>>(), first);
-    // A second request with a grammar that is too expensive gets the same error as the first.
+    // If a grammar is too expensive, every request with it fails, not only the first.
     let hostile = "start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e";
     for _ in 0..2 {
         let fields = json!({ "structured_outputs": { "grammar": hostile } });

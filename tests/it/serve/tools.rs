@@ -1,4 +1,4 @@
-//! Tests of requests with tools to models whose chat template lists the tools in the prompt or ignores them.
+//! Tests of requests with tools, to models whose chat template ignores the tools or lists them in the prompt.
 
 use std::fs;
 
@@ -10,7 +10,7 @@ use crate::support::program::copy_of_demo;
 
 /// Starts a server with a copy of the demo model whose chat template is `template`.
 /// The copy's tokenizer lacks harmony's token `<|channel|>`, so inferno uses the chat template instead of harmony.
-/// `renamed` holds more texts to replace in tokenizer.json, as (old, new).
+/// `renamed` lists further texts to replace in tokenizer.json, as pairs (old, new).
 fn start(template: &str, renamed: &[(&str, &str)]) -> (TempDir, Server) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");
@@ -27,7 +27,7 @@ const WITHOUT_TOOLS: &str =
 const WITH_TOOLS: &str = "{{ tools | tojson }}<|start|>assistant";
 
 /// Sends a request with a tool to each API that supports tools. Returns the path and the response of each request.
-/// `choice` holds the tool choice in the format of OpenAI's APIs, then in the format of Anthropic's API.
+/// `choice` holds the tool choice in the format of chat completions, then in the format of Anthropic's API.
 fn ask(server: &Server, choice: Option<(Value, Value)>) -> Vec<(&'static str, Response)> {
     let model = server.get("/v1/models").ok()["data"][0]["id"].clone();
     let messages = json!([{ "role": "user", "content": "Hi" }]);
@@ -63,7 +63,8 @@ fn ask(server: &Server, choice: Option<(Value, Value)>) -> Vec<(&'static str, Re
     bodies.into_iter().map(send).collect()
 }
 
-/// Returns tool choices that require a tool call, each in both formats of [`ask`]: any tool, then a named tool.
+/// Returns two tool choices, each in both formats of [`ask`].
+/// The first requires a call of any tool, the second a call of `get_weather`.
 fn demands() -> [(Value, Value); 2] {
     let named = json!({ "type": "function", "function": { "name": "get_weather" } });
     [(json!("required"), json!({ "type": "any" })), (named, json!({ "type": "tool", "name": "get_weather" }))]
@@ -109,7 +110,8 @@ fn tools_with_an_effect_are_not_named() {
         let reason = "the chat format of this model does not support required tool calls";
         assert!(response.text().contains(reason), "{path}: {}", response.text());
     }
-    // If the tokenizer has tokens for tool calls, a call can be required even if the template ignores the tools.
+    // With the control tokens `<tool_call>` and `</tool_call>` in the vocabulary, a call can be required even if the
+    // template ignores the tools.
     let (_folder, server) = start(WITHOUT_TOOLS, &[("<|constrain|>", "<tool_call>"), ("<|call|>", "</tool_call>")]);
     for (path, response) in demands().into_iter().flat_map(|choice| ask(&server, Some(choice))) {
         response.ok();

@@ -49,7 +49,8 @@ impl Bounded {
 /// Asserts that no signal or panic ends the command, and that stderr has no control characters except line breaks.
 /// If the command fails, its stderr must have exactly one error and at most 2000 bytes.
 /// Also asserts that the command uses at most 10 s of CPU time, 60 s of wall-clock time and 1 GB of resident memory.
-/// The memory of its child processes, such as the sandbox process, does not count toward the 1 GB.
+/// The memory of child processes, such as the sandbox process, does not count. Their CPU time counts only if the
+/// command takes longer than 10 s.
 #[track_caller]
 pub fn bounded(command: Command) -> Bounded {
     bounded_with_input(command, b"")
@@ -140,7 +141,7 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
 }
 
 /// Returns the peak resident memory of a process in bytes, or `None` before its `exec` and after its end.
-/// `ru_maxrss` would include the time before `exec`, when the child still has the test process's memory.
+/// `ru_maxrss` would include the time before `exec`, when the child is still a copy of the test process.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
     // Before `exec`, the child still runs the test binary.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
@@ -154,7 +155,7 @@ fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
 
 fn cpu_seconds(pid: libc::pid_t) -> Option<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Skip the name of the program, which can contain spaces. utime and stime are fields 14 and 15 of the file.
+    // Skip the name of the program, which can contain spaces. Field 3 follows; utime and stime are fields 14 and 15.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
     // SAFETY: sysconf only returns a number.

@@ -1,4 +1,4 @@
-//! Engines with the demo model or a golden model, the options of requests, and their answers.
+//! Loads engines with the demo model or a golden model, and generates and checks answers.
 
 use std::fs;
 use std::path::PathBuf;
@@ -57,7 +57,7 @@ impl Answer {
 pub struct GraphModel {
     _folder: TempDir,
     pub dir: PathBuf,
-    /// The `greedy_prompt` of the golden model.
+    /// The tensor `greedy_prompt` from the model's golden.safetensors.
     pub prompt: Vec<u32>,
 }
 
@@ -77,7 +77,7 @@ impl GraphModel {
         Engine::builder(&self.dir).device(DeviceChoice::FirstCuda)
     }
 
-    /// Loads the model on a GPU in f16, which rounds less than bf16.
+    /// Loads the model on a GPU in f16, which rounds less than bf16. Asserts that the engine runs in `mode`.
     pub fn load(&self, context: usize, mode: ExecutionMode) -> Engine {
         let builder = self.builder().dtype(DType::F16);
         let engine = builder.context(context).chunk(16).eager(mode == ExecutionMode::Eager).load().unwrap();
@@ -85,7 +85,7 @@ impl GraphModel {
         engine
     }
 
-    /// Loads the model on a GPU, with a context of 110 tokens and decode steps that run as a graph.
+    /// Loads the model on a GPU, with a context of 110 tokens. Decode steps run as a CUDA graph.
     pub fn graph(&self) -> Engine {
         self.load(110, ExecutionMode::Graph)
     }
@@ -132,7 +132,7 @@ pub fn generate_at_once(
 }
 
 /// Returns the devices of two ranks: two GPUs, or the same GPU twice if there is only one.
-/// The test must run alone (see `tests_of_several_gpus_run_alone` in harness.rs).
+/// The calling test must run alone. `tests_of_several_gpus_run_alone` in harness.rs explains why.
 pub fn two_gpus() -> Devices {
     assert!(crate::harness::is_alone(), "a test of several GPUs must run alone, but this one does not");
     if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap()

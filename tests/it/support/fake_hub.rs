@@ -24,7 +24,7 @@ pub struct HubState {
     pub supports_ranges: bool,
     /// The status, `x-error-code` header and body to send instead of the listing.
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
-    /// The status and `x-error-code` header to send instead of every file.
+    /// The status and `x-error-code` header to send instead of any file.
     pub files_refused: Option<(u16, &'static str)>,
     /// Faults for the next GET requests for files that `faulty` selects. Each request consumes one fault.
     pub faults: VecDeque<Fault>,
@@ -49,7 +49,7 @@ pub struct HubState {
     pub claimed_bytes: Option<u64>,
     /// If set, the listing claims that every file has this hash.
     pub claimed_etag: Option<&'static str>,
-    /// The name of a file that the hub lists but cannot send.
+    /// If set, the name of a file that is in the listing, but whose requests get status 404.
     pub lost: Option<&'static str>,
     /// The number of bytes of file contents that the hub has sent since it started, except with [`Fault::NoLength`].
     pub sent_bytes: usize,
@@ -62,7 +62,7 @@ pub enum Fault {
     None,
     /// The server closes the connection after this many bytes of the response body.
     Cut(usize),
-    /// The server stops sending after this many bytes of the response body, but keeps the connection open.
+    /// The server stops after this many bytes of the response body, but keeps the connection open for up to 20 s.
     Stall(usize),
     /// One bit is flipped in the byte at this index of the response body, modulo the length of the body.
     Flip(usize),
@@ -74,12 +74,12 @@ pub enum Fault {
     OtherPart,
     /// The `content-range` header differs from the range that the client requested.
     WrongRange,
-    /// The response body is sent twice.
+    /// The response body contains the requested bytes twice.
     BodyTwice,
     /// The server sends the whole file and ignores the requested range.
     WholeFile,
     /// The response body is one HTTP chunk, without a content length or a final chunk.
-    /// The connection stays open.
+    /// The connection stays open for up to 20 s.
     NoLength,
 }
 
@@ -191,8 +191,7 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it. Only a `CONNECT` request may be followed by another request on
-/// the same connection.
+/// Reads one request and answers it. Reads a second request from the connection only after `CONNECT`.
 fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);

@@ -1,4 +1,4 @@
-//! Tests that answers match their grammars: in batches, in forks, and together with other options.
+//! Tests of constrained answers: in batches, in forks, together with other options, and after a cancellation.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -63,8 +63,8 @@ fn answers_match_their_schemas() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// On a GPU, a kernel masks the logits of constrained steps.
-/// The test also runs requests with and without a constraint in one batch.
+/// On a GPU, a kernel masks the logits of the tokens that a constraint forbids.
+/// The test also runs requests with and without a constraint in the same batches.
 #[test(gpu)]
 fn answers_match_their_schemas_on_a_gpu() {
     let builder = inferno::Engine::builder(crate::support::demo_dir()).context(2048).sequences(8);
@@ -126,7 +126,7 @@ fn regular_expressions_choices_and_grammars_constrain_answers() {
         let text = ask(GrammarKind::Choice(texts.map(str::to_string).to_vec()), seed);
         assert!(texts.contains(&text.as_str()), "{text}");
         // The grammar allows any nesting depth, so the end of the context may cut off the text.
-        // A bias for `x` ends the nesting.
+        // In `ended`, a bias for `x` ends the nesting before that.
         let biased = GenerateOptions { logit_bias: BTreeMap::from([(x, 100.0)]), ..options(lark(), seed) };
         let ended = Answer::read(engine.complete("The answer is ", biased).unwrap());
         assert_eq!(ended.summary.finish_reason, FinishReason::Stop, "{}", ended.text);

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{question, refusal, sampled};
 use crate::support::engine::demo;
 
-/// The maximum time for compiling a hostile grammar, with a margin for a busy machine.
+/// The maximum time for compiling an abusive grammar, with a margin for a busy machine.
 const LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
@@ -59,7 +59,7 @@ fn nested(depth: usize, inner: Value, wrap: impl Fn(Value) -> Value) -> Value {
     (0..depth).fold(inner, |schema, _| wrap(schema))
 }
 
-/// Returns grammars that are large, deep, recursive, ambiguous or otherwise expensive to compile.
+/// Returns grammars that could exhaust a limit or crash the compiler: large, deep, recursive, ambiguous and others.
 fn abusive() -> Vec<(&'static str, GrammarKind)> {
     let schema = GrammarKind::JsonSchema;
     let regex = |text: &str| GrammarKind::Regex(text.to_string());
@@ -149,7 +149,7 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
 #[test]
 fn abusive_grammars_are_refused_or_stay_within_limits() {
     let engine = demo(256);
-    // The first constraint builds tables for the vocabulary, which must not count as compile time.
+    // The first constraint also builds the engine's grammar compiler, which must not count as compile time.
     refusal(&engine, GrammarKind::Regex("(".to_string()));
     for (name, kind) in abusive() {
         let started = Instant::now();
@@ -170,7 +170,6 @@ fn abusive_grammars_are_refused_or_stay_within_limits() {
 }
 
 /// Compile time grows with the square of the number of optional properties, so inferno limits this number.
-/// Required properties compile quickly.
 #[test]
 fn objects_with_many_optional_properties_are_refused() {
     let engine = demo(256);
@@ -197,7 +196,7 @@ fn objects_with_many_optional_properties_are_refused() {
     let mut unknown = schema(1001, 0);
     unknown["required"] = (0..2000).map(|index| format!("other{index}")).collect();
     assert!(refusal(unknown).contains("up to 1000 in one object"));
-    // A property that is named `properties` is not mistaken for the schema keyword `properties`.
+    // A property may have the same name as the schema keyword `properties`.
     submit(json!({ "type": "object", "properties": { "properties": { "const": 1 } } })).unwrap();
 }
 
@@ -206,7 +205,7 @@ fn objects_with_many_optional_properties_are_refused() {
 fn spent_fuel_is_an_error() {
     let engine = demo(2048);
     // The grammar is ambiguous: each letter multiplies the number of possible parses.
-    // The text must have at least 600 letters.
+    // The text cannot end before it has 600 letters, so the parses become too expensive first.
     let kind = GrammarKind::Lark("start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e".to_string());
     let constraint = Some(Constraint::new(kind));
     let stream = engine.submit(question().options(GenerateOptions { constraint, ..sampled(3) })).unwrap();

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::support::engine::{Answer, sampling};
 
-/// Returns options that sample at temperature 1.
+/// Returns options that sample up to 1,500 tokens at temperature 1.
 fn sampled(seed: u64) -> GenerateOptions {
     GenerateOptions { max_tokens: Some(1500), ..GenerateOptions::new(sampling(|params| params.seed = seed)) }
 }

@@ -16,13 +16,13 @@ use super::{complete_json, question, sampled, with_schema};
 use crate::support::engine::Answer;
 use crate::support::program::copy_of_demo;
 
-/// Loads a copy of the demo model with the tags `<think>` and `</think>` and a chat template that ends with `start`.
+/// Loads a copy of the demo model with the tags `<think>` and `</think>`. Its chat template ends with `start`.
 /// If `has_tools` is true, the copy also has the tags `<tool_call>` and `</tool_call>`.
 fn tagged_demo(start: &str, has_tools: bool) -> (TempDir, Engine) {
     demo_with(start, if has_tools { &["<tool_call>", "</tool_call>"] } else { &[] })
 }
 
-/// Like [`tagged_demo`], but with the control tokens `tool_tokens`, at most two, for any tool call format.
+/// Like [`tagged_demo`], but the copy has the control tokens `tool_tokens` (at most two), of any tool call format.
 fn demo_with(start: &str, tool_tokens: &[&str]) -> (TempDir, Engine) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");
@@ -108,8 +108,8 @@ fn required_tools_need_a_format_with_tags() {
     assert!(engine.submit(Request { prompt, ..request }).is_err());
 }
 
-/// Strict tools are refused if the vocabulary has tool call tokens that inferno cannot constrain,
-/// and allowed if it has no tool call tokens. Tools that are neither strict nor required are always allowed.
+/// Strict tools are refused if a control token starts tool calls in a format that inferno cannot constrain.
+/// They are allowed without such a token. Tools that are neither strict nor required are always allowed.
 #[test]
 fn strict_tools_are_refused_with_unsupported_tool_tokens() {
     let schema = || Grammar { name: "schema".to_string(), kind: GrammarKind::JsonSchema(schema()) };

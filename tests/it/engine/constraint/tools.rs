@@ -104,7 +104,7 @@ fn an_optional_tool_does_not_loosen_the_answer() {
                 assert_eq!(answer.text, "");
             }
         }
-        // Without a grammar for the answer, only the name and the arguments of a tool call are constrained.
+        // Without a grammar for the answer, the model may write any text, but a tool call is still constrained.
         let constraint = Constraint { tools: vec![tool("list_models")], ..Constraint::default() };
         let answer = ask(&engine, seed, constraint);
         for call in &answer.summary.tool_calls {

@@ -1,4 +1,4 @@
-//! Tests of tiny models on a GPU that decode with a CUDA graph.
+//! Tests of tiny models that decode with a CUDA graph.
 
 use candle_core::DType;
 use inferno::device::DeviceChoice;
@@ -78,7 +78,8 @@ fn graph_reuses_the_prefix_of_an_earlier_request() {
     for name in GRAPH_MODELS {
         let model = GraphModel::new(name);
         let engine = model.load(128, ExecutionMode::Graph);
-        // The prefix cache reuses whole blocks of 64 tokens, including blocks that the decode graph wrote.
+        // The prefix cache reuses whole blocks of 64 tokens.
+        // If the prompt is shorter, the decode graph has written the rest of the block.
         for kept in [50, 30] {
             engine.with_runner(|runner| runner.reset()).unwrap();
             let first = generate(&engine, &model.prompt, SamplingParams::greedy(), 60);
@@ -119,7 +120,7 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     assert_eq!(seen, tokens[..=last]);
     assert!(error.contains("every logit is NaN or -inf"), "{error}");
     assert_eq!(engine.cached_tokens(), 0);
-    // A request that ends before the broken step must succeed, with greedy decoding and with sampling.
+    // A request that ends before the failing step must succeed, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
     // The sampling kernel chooses the first token after an eager prefill, even with greedy decoding.

@@ -1,7 +1,7 @@
 //! Tests of generation with the demo model: answers, finish reasons, stop strings, streams and likelihoods.
 //!
-//! - `requests`: cancellation, concurrent requests, errors, and the end of an engine
-//! - `graph`: tests of tiny models that decode with a CUDA graph; they need a GPU
+//! - `requests`: cancellation, concurrent requests, errors, and engines that stop
+//! - `graph`: tiny models that decode with a CUDA graph
 
 mod graph;
 mod requests;
@@ -43,14 +43,14 @@ fn endless(engine: &EngineHandle, max_tokens: Option<usize>) -> RequestStream {
     engine.complete("How do I", options).unwrap()
 }
 
-/// Waits until the engine is idle and returns its counters.
+/// Waits until all earlier requests have ended, and returns the engine's counters.
 fn stats_when_idle(engine: &EngineHandle) -> EngineStats {
     engine.with_runner(|_| ()).unwrap();
     engine.stats()
 }
 
-/// Replaces a token's embedding with NaN. The logits of that token, and of later tokens whose attention reaches it, are
-/// then NaN.
+/// Replaces a token's embedding with NaN.
+/// All logits are then NaN at the positions of this token, and at later positions that attend to them.
 fn break_embedding(dir: &Path, token: u32) {
     let file = dir.join("model.safetensors");
     let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
@@ -92,7 +92,7 @@ fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
     messages.push(Message::user("What is a token?"));
     let second = ask(&engine, &messages, |_| ());
     // The second prompt starts with the first prompt, which is still cached.
-    // The second prompt omits the reasoning of the first answer.
+    // It omits the reasoning of the first answer, so only the blocks of the first prompt are certain to be reused.
     let whole_blocks = first.summary.prompt_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
     assert!(second.summary.cached_tokens >= whole_blocks.max(1), "{:?}", second.summary);
     let fresh = ask(&demo(2048), &messages, |_| ());
@@ -203,7 +203,7 @@ fn async_stream_and_blocking_iterator_give_the_same_events() {
         engine.with_runner(|runner| runner.reset()).unwrap();
         engine.chat(&messages, &render(), greedy()).unwrap()
     };
-    // Compare everything except the timings.
+    // Set the timings to 0, because they differ between requests.
     let comparable = |events: &[Event]| {
         let mut answer = Answer::from_events(events);
         let summary = &mut answer.summary;
@@ -241,7 +241,7 @@ fn likelihoods_of_the_first_window_match_the_whole_text() {
         assert!((a - b).abs() < 1e-4, "{a} {b}");
     }
     assert!(windows.iter().all(|nll| nll.is_finite() && *nll >= 0.0));
-    // Each loss is the negative log-softmax of the logits.
+    // Each loss is the negative log probability of the next token.
     let logits = long.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
     for (row, (&next, nll)) in logits.iter().zip(ids[1..].iter().zip(&whole)) {
         let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();

@@ -1,4 +1,4 @@
-//! Tests of requests: cancellation, concurrent requests, errors, and the end of an engine.
+//! Tests of requests: cancellation, concurrent requests, errors, and engines that stop.
 
 use std::fs;
 use std::sync::Arc;
@@ -193,7 +193,7 @@ fn at_most_max_sequences_run_at_once() {
     let stats = engine.stats();
     assert_eq!((stats.running, stats.waiting), (2, 1), "{stats:?}");
     let summaries: Vec<Summary> = streams.into_iter().map(|stream| Answer::read(stream).summary).collect();
-    assert!(summaries[2].queue_s > summaries[0].queue_s, "the third request must wait for the first one");
+    assert!(summaries[2].queue_s > summaries[0].queue_s, "the third request must wait longer than the first one");
     assert!(summaries.iter().all(|summary| summary.queue_s <= summary.ttft_s));
     assert_eq!(stats_when_idle(&engine).tokens_after_cancel, 0);
     assert!(engine.is_responsive(Duration::from_secs(60)));
@@ -287,7 +287,8 @@ fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
 }
 
 /// Returns the number of requests that `INFERNO_TEST_REQUESTS` specifies, or `None` if the variable is not set.
-/// If the variable is set, the memory tests also measure memory, so run only one test at a time.
+/// If the variable is set, the memory tests also measure the memory in use.
+/// Then run only one test at a time, because other tests would change the measured memory.
 fn requested_count() -> Option<usize> {
     let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))

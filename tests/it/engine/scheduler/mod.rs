@@ -1,5 +1,5 @@
-//! Runs the scheduler on simulated requests with a virtual clock, and checks every plan.
-//! Other tests submit a few sequences, and check their plans.
+//! Tests of the scheduler. Two of them simulate many requests with a virtual clock, and check every plan.
+//! The others submit a few sequences, and check what the scheduler plans for them.
 //!
 //! - `scenario`: random scheduler configurations and requests
 //! - `simulator`: runs a scenario and checks every plan
@@ -131,7 +131,7 @@ fn schedulers(config: SchedulerConfig, blocks: usize) -> [Scheduler; 2] {
     [new(vec![None]), new(vec![None, Some(128)])]
 }
 
-/// Returns a sequence that generates one token.
+/// Returns a sequence with default options. Callers override some of them, such as `max_tokens`.
 fn new_sequence(id: SequenceId, prompt: Vec<u32>) -> NewSequence {
     NewSequence {
         id,
@@ -154,7 +154,8 @@ fn submit(scheduler: &mut Scheduler, id: SequenceId, len: usize, max_tokens: usi
     scheduler.submit(NewSequence { max_tokens, arrival, ..new_sequence(id, prompt) });
 }
 
-/// Plans a step and completes it. Returns the id and the number of tokens of each sequence in the step.
+/// Plans a step and completes it.
+/// Returns the id of each sequence in the step, and the number of its tokens that the step computes.
 fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize)> {
     let plan = scheduler.plan(Duration::from_secs(1));
     for &SequenceWork { id, ref range, is_last } in &plan.work {
@@ -314,7 +315,7 @@ fn a_fork_takes_the_place_of_a_canceled_parent() {
         assert_eq!(step(&mut scheduler), [(0, 128)]);
         scheduler.finish(2);
         scheduler.finish(0);
-        assert_eq!(step(&mut scheduler), [(1, 71)], "two blocks must be cached");
+        assert_eq!(step(&mut scheduler), [(1, 71)], "sequence 1 must reuse two cached blocks");
         assert_eq!(step(&mut scheduler), [(1, 1), (3, 1)]);
         scheduler.finish(1);
         scheduler.finish(3);
@@ -347,7 +348,7 @@ fn prompts_share_blocks_only_with_the_same_salt() {
             scheduler.submit(new);
             let plan = scheduler.plan(Duration::ZERO);
             let cached = plan.work.iter().find(|work| work.id == id).unwrap().range.start;
-            // Fill at least one block with tokens of the answer, so that such a block is cached too.
+            // Fill at least one block with generated tokens, so that the cache also has such a block.
             for _ in 0..2 * BLOCK_TOKENS {
                 step(&mut scheduler);
             }

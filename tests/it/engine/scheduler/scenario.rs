@@ -22,15 +22,14 @@ pub struct Request {
     pub deadline: Option<Duration>,
     /// The time at which the client cancels the request, or `None` if it does not cancel.
     pub cancel: Option<Duration>,
-    /// The number of forks of this request. The forks of a request come right after it in the list of requests.
+    /// The number of forks of this request. The forks come right after it in [`Scenario::requests`].
     pub forks: usize,
     pub is_fork: bool,
-    /// The parts into which the prompt is divided. If not set, the scheduler's configuration decides.
-    /// No pass crosses the end of a prompt part.
+    /// If set, the prompt is divided into these parts instead of those in the scheduler's configuration.
     pub prompt_parts: Option<PromptParts>,
 }
 
-/// The configuration of a scheduler, and the requests to submit.
+/// The configuration of a scheduler and its KV cache, and the requests to submit.
 #[derive(Clone, Debug)]
 pub struct Scenario {
     pub config: SchedulerConfig,
@@ -50,10 +49,10 @@ fn skewed(random: &mut Random, limit: usize) -> usize {
 
 /// Returns a random scheduler configuration, and `count` random requests with their forks.
 pub fn random_scenario(seed: u64, count: usize) -> Scenario {
-    // Similar seeds would produce similar first random numbers, so hash the seed.
+    // The first random numbers of consecutive seeds would be correlated, so hash the seed.
     let mut random = Random(digest(seed, 1));
     let random = &mut random;
-    // Short prompts, long answers and few blocks lead to preemptions.
+    // A tight scenario has short prompts, long answers and few blocks, which lead to preemptions.
     let is_tight = random.below(3) == 0;
     let token_budget = match random.below(4) {
         0 if !is_tight => skewed(random, 64),
@@ -99,7 +98,8 @@ pub fn random_scenario(seed: u64, count: usize) -> Scenario {
         };
         let text = random.below(texts.len());
         let mut prompt = texts[text][..len].to_vec();
-        // About half of the prompts continue with random tokens after a prefix that other prompts share.
+        // About half of the prompts are prefixes of a shared text.
+        // In the others, random tokens replace the end of such a prefix, or all of it.
         let shared = random.below(2 * len);
         prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
         let room = (context - len).max(1);

@@ -27,18 +27,18 @@ pub struct Tracked {
     /// For each position, a digest of the tokens up to and including that position.
     digests: Vec<u64>,
     computed: usize,
-    /// The time of the sequence's first step, if the sequence has started.
+    /// The time at which the sequence first started, or `None` if it has not started yet.
     pub started: Option<Duration>,
     is_running: bool,
     preemptions: usize,
     outcome: Option<Outcome>,
-    /// The number of steps that ran while the sequence was waiting.
+    /// The number of steps planned while the sequence was in [`Simulator::waiting`].
     waited: usize,
-    /// The limit for `waited`: the most steps that all sequences ahead of the waiting sequence may take.
+    /// The limit for `waited`: the most steps that sequences submitted earlier or ranked higher can take.
     ahead: usize,
 }
 
-/// The sort key of a waiting sequence. The sequence with the smallest key starts first.
+/// The sort key of a waiting sequence. Of a tenant's sequences, the one with the smallest key starts first.
 /// The parts of the key: whether the sequence was preempted fewer than twice; its arrival plus 2 s per priority level,
 /// in nanoseconds; its arrival; its id.
 type SortKey = (bool, i128, Duration, SequenceId);
@@ -56,13 +56,13 @@ pub struct Simulator<'a> {
     waiting: BTreeSet<SortKey>,
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// The check of the start order ignores these sequences.
-    /// Forks start without a reserve of free blocks, so a plan can admit a new sequence and then preempt a running
-    /// sequence for a fork. The preempted sequence may rank above the admitted sequence.
+    /// Forks start without a reserve of free blocks, so a plan can admit a waiting sequence and then preempt a running
+    /// sequence for a fork. After its second preemption, this sequence can rank above the admitted one.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for another sequence to compute their prompt.
     pending: BTreeSet<SequenceId>,
-    /// The deadlines of sequences that have not started. Pending forks, and forks whose prompt another sequence has
-    /// started to compute, have no deadline.
+    /// The deadlines of sequences that have not started, except pending forks and forks whose prompt another sequence
+    /// has started to compute.
     deadlines: BTreeSet<(Duration, SequenceId)>,
     /// The last digest written to each position of each block. `Simulator::digest` computes the digests.
     contents: Vec<u64>,
@@ -98,7 +98,7 @@ pub struct Summary {
     pub duration: Duration,
 }
 
-/// Returns the simulated time of a step with `tokens` tokens: a fixed time, and a time for each token.
+/// Returns the simulated duration of a step with `tokens` tokens: a fixed time plus a time per token.
 fn step_time(tokens: usize) -> Duration {
     Duration::from_nanos(5_800_000 + 11_800 * tokens as u64)
 }
@@ -130,7 +130,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Simulates steps until all requests have ended.
+    /// Simulates steps until all requests have ended. Returns what happened.
     pub fn run(&mut self) -> Summary {
         let requests = &self.scenario.requests;
         let mut arrivals = (0..).zip(requests).peekable();
@@ -184,9 +184,8 @@ impl<'a> Simulator<'a> {
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
-        // While a sequence is waiting, every step computes at least one token of another sequence that was submitted
-        // earlier or ranks higher.
-        // A sequence is preempted at most twice, so each token is computed at most three times.
+        // While a sequence waits, each step computes a token of a sequence that was submitted earlier or ranks higher.
+        // A sequence is preempted at most twice, so each of its tokens is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
             // If steps are planned ahead, a step can be empty, or compute a token after the end of an answer.
@@ -364,7 +363,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Checks that the statistics of the scheduler agree with the simulator.
-    /// Also checks that no deadline in `deadlines` has passed: these sequences have neither started nor expired.
+    /// Also checks that no deadline in `deadlines` has passed, because the plan must expire such sequences.
     fn check_stats(&self) {
         let running = self.tracked_running().len();
         assert!(running <= self.scenario.config.max_sequences);
@@ -399,22 +398,23 @@ impl<'a> Simulator<'a> {
     }
 
     /// Checks that a chunk exceeds half of the token budget only if the step completes all other running prompts.
+    /// With prompt parts, the limit is higher.
     fn check_chunks(&mut self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>) {
-        // A part is never split. The first chunk of a divided prompt can therefore be one part that is larger than half of
-        // the budget, and the rest of the budget can extend a chunk by one more part, even if less than a part is left.
+        // A part is never split. A chunk can therefore be one part that is larger than half of the budget,
+        // and can then be extended by another part, even if less than a part of the budget is left.
         let part = self.part_tokens();
         let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
             self.summary.long_chunks += 1;
             assert!(
                 unfinished.iter().all(|other| other == id),
-                "sequence {id} has too long a chunk, because other prompts are unfinished"
+                "sequence {id} has too long a chunk, although other prompts are unfinished"
             );
         }
     }
 
-    /// Checks that a step with prompt parts exceeds its token budget by less than one part.
-    /// Without prompt parts, a step must stay within its budget.
+    /// Checks that a step stays within its token budget.
+    /// With prompt parts, the step may exceed the budget by less than one part.
     /// With ample blocks, also checks that only the budget and `max_sequences` limit the step.
     fn check_budget(&self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>, has_forked: bool) {
         let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
@@ -430,7 +430,8 @@ impl<'a> Simulator<'a> {
                 "{} tokens of the budget are unused, although prompts are unfinished",
                 token_budget - tokens
             );
-            // Until forks have copied the block that they share, the scheduler counts one block too many.
+            // While a sequence and its forks share a partly filled block, the scheduler reserves a copy of the block
+            // for each of them, although the last one to write to the block needs no copy.
             let is_full = self.tracked_running().len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");
         }
@@ -565,7 +566,8 @@ impl<'a> Simulator<'a> {
         digest(digest(tokens, pass.start as u64), pass.end as u64).wrapping_add(group as u64)
     }
 
-    /// Checks the digests at some of the positions that a step attends to.
+    /// For each sequence in a step, checks the digests at three of the positions that the step attends to:
+    /// the first, a random one and the last.
     fn read(&mut self, plan: &StepPlan) {
         for SequenceWork { id, range, .. } in &plan.work {
             let tables = self.scheduler.tables(*id).expect("a planned sequence has no blocks");
@@ -650,8 +652,8 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` takes effect during the step that runs at `time`: true if `time` is an even
-/// number of microseconds. Otherwise, the cancellation takes effect before the next step.
+/// Returns whether a cancellation at `time` may take effect while a step is running: true if `time` is an even number
+/// of microseconds. Other cancellations take effect between steps.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }

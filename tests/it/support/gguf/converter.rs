@@ -1,7 +1,7 @@
-//! Converts golden checkpoints to GGUF files, as llama.cpp's `convert_hf_to_gguf.py` does.
+//! Converts checkpoints to GGUF files, with the tensor names and layouts of llama.cpp's `convert_hf_to_gguf.py`.
 //!
-//! The converter shares no code with the GGUF reader, so the same bug is unlikely in both.
-//! `tests/golden/check_gguf.py` loads the converted files that transformers can read, and compares the logits.
+//! The converter uses none of inferno's GGUF code, so the same bug is unlikely in both.
+//! `tests/golden/check_gguf.py` loads converted files with transformers, and compares the logits with golden values.
 
 use std::path::Path;
 
@@ -37,12 +37,12 @@ fn architecture(config: &Value) -> &'static str {
     }
 }
 
-/// Converts a checkpoint to a GGUF file with F32 tensors. MXFP4 tensors stay packed.
+/// Converts a checkpoint to a GGUF file. MXFP4 tensors stay MXFP4, and all other tensors become F32.
 pub fn convert(dir: &Path) -> Writer {
     convert_with(dir, stacked_experts)
 }
 
-/// Like `convert`, but writes one tensor per expert matrix, as llama.cpp did until spring 2024.
+/// Converts a Mixtral checkpoint to a GGUF file with one tensor per expert matrix, as llama.cpp did until spring 2024.
 pub fn convert_with_separate_experts(dir: &Path) -> Writer {
     convert_with(dir, separate_experts)
 }
@@ -87,7 +87,7 @@ fn metadata(config: &Value) -> Writer {
         ("block_count", first(&["num_hidden_layers", "n_layer"])),
         ("feed_forward_length", first(&["intermediate_size", "n_inner"])),
         ("attention.head_count", Some(heads)),
-        // Llama files always get this key. Without it, transformers does not restore the row order of q and k.
+        // Always write this key for `llama`. Without it, transformers does not restore the row order of q and k.
         ("attention.head_count_kv", size(config, "num_key_value_heads").or(Some(heads).filter(|_| name == "llama"))),
         ("attention.key_length", size(config, "head_dim")),
         ("attention.value_length", size(config, "head_dim")),
@@ -228,7 +228,7 @@ fn one(writer: Writer, config: &Value, source: SourceTensor) -> Writer {
     write(writer, &name, &shape, &values)
 }
 
-/// Interleaves the two halves of each head's rows, because llama.cpp rotates adjacent pairs in q and k.
+/// Interleaves the two halves of each head's rows, because llama.cpp's RoPE for Llama rotates adjacent elements.
 fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     let head = values.len() / columns / heads;
     let mut out = Vec::with_capacity(values.len());
@@ -284,7 +284,7 @@ fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<SourceTensor
 }
 
 /// Writes the gpt-oss experts, with gate and up in separate tensors.
-/// Blocks use ggml's layout: first the scale, then the nibbles.
+/// In ggml's MXFP4 blocks, the scale comes first. Byte `i` after the scale holds the elements `i` and `16 + i`.
 fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<SourceTensor>) -> Writer {
     for source in &biases {
         let layer = source.name.split('.').nth(2).unwrap();

@@ -10,7 +10,7 @@ use super::vocabulary::converted;
 use super::writer::Writer;
 use crate::support::{Random, demo_dir};
 
-/// Writes a file to a temporary folder. Dropping the returned `TempDir` deletes the file.
+/// Writes a GGUF file to a temporary folder. Dropping the returned `TempDir` deletes the file.
 pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.gguf");
@@ -18,11 +18,12 @@ pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Returns blocks of random bytes. In Q8_0, Q4_K and Q6_K, the scales are small enough to keep activations finite.
+/// Returns blocks of random bytes. In Q8_0, Q4_K and Q6_K, small constants replace the f16 scales, so that activations
+/// stay finite.
 fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
-    // The f16 scales range from 2^-15 to 2^-12.
+    // The scales are 2^-12 in Q8_0, 2^-14 and 2^-13 in Q4_K, and 2^-15 in Q6_K.
     // The magnitude of a value is at most 128 · 2^-12 in Q8_0, 63 · 15 · 2^-14 in Q4_K and 128 · 32 · 2^-15 in Q6_K.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],

@@ -96,7 +96,7 @@ impl Writer {
         self.row(name, shape, kind, offset as u64)
     }
 
-    /// Appends `bytes` zeros to the data section without adding a tensor.
+    /// Appends `bytes` zero bytes to the data section without adding a tensor.
     pub fn data(mut self, bytes: usize) -> Self {
         self.data.resize(self.data.len() + bytes, 0);
         self
