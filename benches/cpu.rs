@@ -204,7 +204,7 @@ fn commands(criterion: &mut Criterion) -> Result<()> {
         let mut file = File::create(snapshot.join("model.safetensors"))?;
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        // Extend the file to its full size. The weights are a sparse part of the file and use no disk space.
+        // Extend the file to its full size. The file is sparse, so the weights use no disk space.
         file.set_len(8 + header.len() as u64 + end)?;
     }
     let run = |args: &[&str]| {

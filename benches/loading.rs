@@ -1,5 +1,5 @@
 //! Measures how long a GPU takes to initialize, and how fast weights load with different reader settings.
-//! The first run brings the model files into the page cache. On Linux, the last two runs read them from disk again.
+//! The first load brings the model files into the page cache. On Linux, the last two loads read them from disk again.
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo bench --features cuda --bench loading
 
@@ -71,7 +71,7 @@ fn main() -> Result<()> {
         Ok(())
     };
     let standard = ReadAheadOptions::default();
-    println!("the first run allocates GPU memory from the driver; later runs reuse memory from the memory pool");
+    println!("the first load allocates GPU memory from the driver; later loads reuse memory from the memory pool");
     read(standard)?;
     for threads in [4, 8, 16] {
         for piece_bytes in [2 << 20, 4 << 20] {

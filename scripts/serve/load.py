@@ -37,7 +37,7 @@ async def send_all(port, bodies):
 
 
 def measure(server, prompts, clients, prompt_tokens, max_tokens):
-    """Returns the server's speeds, latencies and CPU time with `clients` requests at once, by name in the report."""
+    """Measures the server with `clients` requests at once. Returns an entry of the report's `runs`."""
 
     def bodies(is_stream):
         return [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]

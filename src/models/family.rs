@@ -39,7 +39,7 @@ pub trait Architecture: Send + Sync {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns `intermediate_size` in config.json: the intermediate size of a dense MLP, or in Mixtral and gpt-oss
+    /// Returns `intermediate_size` in config.json: the intermediate size of a dense MLP or, in Mixtral and gpt-oss,
     /// of one expert. For GPT-2, returns `n_inner`, or 4 · `n_embd` if config.json has no `n_inner`.
     fn intermediate_size(&self) -> usize;
 

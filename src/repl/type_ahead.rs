@@ -1,7 +1,7 @@
 //! Input that the user types while an answer streams: complete messages, and the draft of the next one.
 //!
 //! The `vte` crate is not suitable, because it parses the output of programs, not keyboard input.
-//! It would treat Alt-] and Alt-P as the start of a control string, and would swallow the keys that follow.
+//! It would treat Alt-] and Alt-Shift-P as the start of a control string, and would swallow the keys that follow.
 //! It also cannot report that an escape sequence is incomplete.
 
 use std::collections::VecDeque;

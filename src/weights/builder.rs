@@ -64,6 +64,7 @@ impl<'c> WeightsBuilder<'c> {
     /// - quantized matrices that each rank needs whole, such as embeddings
     /// - the scales of 8-bit weights
     /// - E4M3 tensors without scales
+    /// - float tensors of GGUF files that are divided by rows and not transposed
     pub fn share_reads(self, shares_reads: bool) -> Self {
         Self { shares_reads, ..self }
     }

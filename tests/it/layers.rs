@@ -1,4 +1,4 @@
-//! Checks that modules import only from lower layers, and that the files of a folder form no import cycles.
+//! Checks that top-level modules import only from lower layers, and that the files of a folder form no import cycles.
 //! Also checks the table of layers in docs/architecture.md.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -31,10 +31,10 @@ fn no_module_imports_from_its_layer_or_above() {
         if module == target {
             continue;
         }
-        // A path through a re-export in `lib.rs` (`crate::Name`) does not show which module defines the name.
         let place = format!("{}:{}", reference.file.display(), reference.line);
+        // If a path uses a re-export in `lib.rs` (`crate::Name`), the layer of the name is unknown.
         assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
-        assert!(layer(target) < layer(module), "{place}: {module} may not import {target}");
+        assert!(layer(target) < layer(module), "{place}: {module} may import only lower layers, not {target}");
     }
 }
 
@@ -54,7 +54,7 @@ fn architecture_page_lists_the_layers() {
         for name in &names {
             let path = root.join("src").join(name);
             let exists = if name.ends_with('/') { path.is_dir() } else { path.with_extension("rs").is_file() };
-            assert!(exists, "docs/architecture.md lists {name}, which is not in src");
+            assert!(exists, "docs/architecture.md lists {name}, which is not in src (folders end in a slash)");
         }
         // `main` is a crate root, so it is not in LAYERS.
         let names = names.iter().map(|name| name.trim_end_matches('/'));
@@ -70,14 +70,14 @@ fn layer(module: &str) -> usize {
     })
 }
 
-/// Files in one folder must not import each other in a cycle. In `src` itself, [`LAYERS`] rules out cycles. The rules:
+/// Files in one folder must not depend on each other in a cycle. This test skips `src` itself, where the order of
+/// [`LAYERS`] rules out cycles. What counts as a file and as a dependency:
 ///
-/// - A folder consists of its `.rs` files and subfolders. `x.rs` and everything in the folder `x/` count as one file.
-/// - The file that declares the modules of a folder counts as a file named `mod`.
-///   That file is `mod.rs`, or `x.rs` beside the folder `x/`.
-/// - A file depends on every file that a path in its code leads to, in `use` declarations and elsewhere.
-/// - An imported or re-exported name counts as a path into the file that defines it.
-/// - In the file `mod`, `mod x;` and `pub use x::Name;` are not dependencies, but every other use of `Name` is one.
+/// - In a folder, `x.rs` and everything in the subfolder `x/` count as one file.
+/// - Inside the folder `x/`, the file that declares its modules (`x/mod.rs`, or `x.rs` beside `x/`) is the file `mod`.
+/// - A file depends on each file that a path in its code leads to, in `use` declarations and elsewhere.
+/// - A path through an import or a re-export leads to the file that defines the item.
+/// - In the file `mod`, `mod x;` and `pub use x::Name;` are not dependencies, but other paths that use `Name` are.
 /// - Inline modules named `tests` are ignored.
 #[test]
 fn files_of_a_folder_have_no_cycles() {
@@ -86,7 +86,7 @@ fn files_of_a_folder_have_no_cycles() {
     assert!(cycles.is_empty(), "{cycles}");
 }
 
-/// Tests the import checks themselves, on small example modules with known cycles and imports.
+/// Tests `Sources::cycles` and `Sources::references` on small examples.
 #[test]
 fn cycles_and_imports_are_found_in_examples() {
     let parse =
@@ -95,12 +95,13 @@ fn cycles_and_imports_are_found_in_examples() {
         |files: &[(&str, &str)]| parse(files).cycles().into_iter().map(|(folder, _)| folder).collect::<Vec<_>>();
     let a = "use super::b::Thing;\npub struct Other;";
     assert_eq!(folders(&[("x/mod.rs", ""), ("x/a.rs", a), ("x/b.rs", "pub struct Thing;")]), [""; 0]);
-    // The next three examples have a cycle of two files, a cycle of two files through a re-export in `mod.rs`,
-    // and a cycle of three files.
+    // A cycle of two files.
     let b = "pub struct Thing;\nfn f() { super::a::Other }";
     assert_eq!(folders(&[("x/mod.rs", "mod a; mod b;"), ("x/a.rs", a), ("x/b.rs", b)]), ["x"]);
+    // The same cycle, but through a re-export in `mod.rs`.
     let b = "use super::Other;\npub struct Thing(Other);";
     assert_eq!(folders(&[("x/mod.rs", "mod a;\npub use a::Other;"), ("x/a.rs", a), ("x/b.rs", b)]), ["x"]);
+    // A cycle of three files.
     let c = "use crate::x::a::Other;\npub struct Third(Other);";
     let b = "use super::c::Third;\npub struct Thing(Third);";
     assert_eq!(folders(&[("x/mod.rs", ""), ("x/a.rs", a), ("x/b.rs", b), ("x/c.rs", c)]), ["x"]);
@@ -133,7 +134,7 @@ struct Reference {
 #[derive(Default)]
 struct Source {
     file: PathBuf,
-    /// The names of the items that the file defines.
+    /// The names of the items that the file defines at its top level.
     items: BTreeSet<String>,
     /// Imported and re-exported names, and declared modules, with their full paths.
     imports: HashMap<String, ModulePath>,
@@ -143,7 +144,7 @@ struct Source {
     paths: Vec<(usize, ModulePath)>,
 }
 
-/// All source files by module path, except the crate roots.
+/// Source files by module path, without the crate roots.
 struct Sources(BTreeMap<ModulePath, Source>);
 
 impl Sources {
@@ -220,9 +221,9 @@ impl Sources {
         path
     }
 
-    /// Returns the folder of each import cycle and the imports that form the cycle.
+    /// Returns the folder of each cycle, and a list of the paths in the code that form the cycle.
     fn cycles(&self) -> Vec<(String, String)> {
-        // For each folder: the dependencies (from, to) between its files, each with one import that causes it.
+        // For each folder: the dependencies (from, to) between its files, each with one path that causes it.
         let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
         for Reference { file, line, from, to } in self.references() {
             let to = self.definition(&to);
@@ -232,7 +233,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path to a folder that contains the file is not a dependency, but a path to an item in that folder is.
+            // A path to a module that contains the file is not a dependency, but a path to an item of that module is.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);
@@ -270,7 +271,7 @@ impl Sources {
 impl Source {
     /// Collects the names and paths in the tokens of a file.
     /// `module` is the module of the file. `scope` is `module` or an inline module in it.
-    /// `is_top` is true outside all braces. Only items outside all braces count as items of the file.
+    /// `is_top` is true at the top level of the file, where items count as items of the file.
     fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath, is_top: bool) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let mut i = 0;
@@ -334,7 +335,7 @@ impl Source {
     }
 
     /// Records the imports of a `use` declaration, or of one item in its braces.
-    /// `prefix` is the path before the braces.
+    /// `prefix` is the path before the braces, or empty.
     fn import(
         &mut self,
         tokens: &[TokenTree],
@@ -382,8 +383,8 @@ impl Source {
         self.imports.insert(name, target);
     }
 
-    /// Resolves a path in the code to its full path, for example by replacing `self` and imported names.
-    /// Returns `None` if the path starts with neither `crate`, `self`, `super` nor an imported name of this crate.
+    /// Converts a path in the code to a path from the crate root.
+    /// Returns `None` unless the path starts with `crate`, `self`, `super` or a name in `imports`.
     fn resolve(&self, path: &[String], scope: &ModulePath) -> Option<ModulePath> {
         let mut base = scope.clone();
         let rest = match path[0].as_str() {

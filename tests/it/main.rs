@@ -1,20 +1,21 @@
-//! All integration tests, in one binary that can be copied to a machine with a GPU.
+//! The integration tests in Rust, in one binary that can be copied to a machine with a GPU.
 //!
-//! - `kernels`, `quantized`, `models`, `weights`: kernels, forward passes and model files
-//! - `runner`, `ranks`, `engine`: steps, several devices, requests
-//! - `tokenizer`, `chat`: tokens and chat formats
-//! - `hub`, `commands`: downloads and commands
+//! - `kernels`, `quantized`, `models`, `weights`: kernels, quantized matrices, forward passes, model files
+//! - `runner`, `ranks`, `engine`: steps, models divided among ranks, requests
+//! - `tokenizer`, `chat`: tokenizers and chat formats
+//! - `hub`, `commands`: downloads, cached models, the command line
 //! - `conversation`, `terminal`, `render`: conversations in a terminal
 //! - `serve`: the HTTP server
 //! - `hostile`: untrusted files and prompts
-//! - `docs`, `layers`, `examples`: the repository itself
-//! - `harness`, `support`: helpers
+//! - `docs`, `layers`, `examples`: documentation, import rules, library examples
+//! - `harness`, `support`: the test runner and helpers
 
-/// Provides `#[test]`, which replaces the built-in attribute in every module.
+/// Provides `#[test]`, which replaces the built-in attribute in every module, and `cuda_modules!`.
 #[macro_use]
 extern crate inferno_test_macros;
 
-/// Passes printed text to the harness. Captured text is shown only if the test fails.
+/// Like `print!` and `eprintln!` below, passes the text to the harness.
+/// The harness shows captured text only if the test fails.
 #[allow(unused_macros)]
 macro_rules! println {
     () => { crate::harness::print(format_args!("\n")) };

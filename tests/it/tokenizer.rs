@@ -1,4 +1,5 @@
-//! Compares real tokenizers with llama.cpp's test vectors. Also tests streaming and broken files.
+//! Compares tokenizers with llama.cpp's test vectors and with the `tokenizers` crate.
+//! Also tests streaming and broken files.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::support::{demo_dir, fixtures, fixtures_if_set};
 
-/// Models with a tokenizer.json, as (folder, llama.cpp test vectors).
+/// Folders with a tokenizer.json in `INFERNO_FIXTURES`, each with the name of llama.cpp's test vectors for it.
 const VECTORS: &[(&str, &str)] = &[
     ("gpt-oss-20b", "ggml-vocab-gpt-4o"),
     ("Llama-3.1-8B-Instruct", "ggml-vocab-llama-bpe"),
@@ -80,14 +81,14 @@ fn a_character_after_incomplete_ones_is_streamed_whole() {
         streamed.push_str(&stream.finish(&tokenizer).unwrap());
         assert!(streamed.ends_with("🙙é"), "{invalid}: {streamed:?}");
     }
-    // An incomplete character must not be held back forever if all later ids have no token.
+    // An incomplete character must be returned after a limited number of ids, even if none of them has a token.
     let mut stream = TextStream::new();
     stream.push(&tokenizer, id_of(0xF0)).unwrap();
     let text: String = (0..20).map(|_| stream.push(&tokenizer, u32::MAX).unwrap()).collect();
     assert_eq!(text, "\u{FFFD}");
 }
 
-/// Asserts that the tokens of a text have the bytes of the text, except for a leading space that some tokenizers add.
+/// Asserts that the bytes of a text's tokens make up the text. Some tokenizers add a leading space.
 fn assert_bytes_are_complete(tokenizer: &Tokenizer, name: &str) {
     let text = "naïve 你好 🦀🏳️‍🌈\n\tfn main() {}  twice";
     let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
@@ -174,8 +175,8 @@ fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     serde_json::to_vec(&json).unwrap()
 }
 
-/// Loads a tokenizer, encodes `text`, and decodes the result and an invalid id. Returns the first error, if any.
-/// Asserts that all of this takes less than 20 s.
+/// Loads a tokenizer, encodes `text` with every [`ControlTokens`], and decodes the results and an invalid id.
+/// Returns the first error, if any. Asserts that all of this takes less than 20 s.
 fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     let begin = Instant::now();
     let run = || -> anyhow::Result<()> {
@@ -238,7 +239,8 @@ fn strange_vocabularies_do_not_panic() {
             "normalized": false, "special": true});
         small(|json| json["added_tokens"] = json!([token]))
     };
-    // An added token may have the id or the text of another token, an unused id, an id above `u32::MAX`, or no text.
+    // The added token has the id of another token, an unused id, an id above `u32::MAX`, the text of another token, or
+    // no text.
     for bytes in [added(0, "<s>"), added(u32::MAX.into(), "<s>"), added(1 << 40, "<s>"), added(4, "a"), added(4, "")] {
         println!("{:?}", outcome(&bytes, "ab<s>c"));
     }
@@ -253,8 +255,9 @@ fn strange_vocabularies_do_not_panic() {
     assert_eq!(outcome(&small(|_| ()), "a\r\nb\u{feff}\0c"), None);
 }
 
-/// Gemma's HTML tags are added tokens that are not special. inferno does not treat them as control tokens.
-/// A tag in a text is therefore encoded as its token, as in transformers, even with `ControlTokens::Text`.
+/// Gemma's HTML tags are added tokens that are not special. Except for `<s>` and `</s>`,
+/// inferno does not treat them as control tokens. A tag in a text is therefore encoded as its token,
+/// as in transformers, even with `ControlTokens::Text`.
 #[test]
 fn html_tags_are_text_unless_they_are_special() {
     // The ids of the added tokens start at 4, because the vocabulary has four tokens.

@@ -31,7 +31,7 @@ impl Seniority {
         Self { is_protected: Reverse(false), adjusted_arrival, arrival, id }
     }
 
-    /// Returns the seniority as a protected sequence, which comes before all unprotected sequences.
+    /// Returns the seniority that the sequence has once it is protected: before all unprotected sequences.
     pub fn protected(self) -> Self {
         Self { is_protected: Reverse(true), ..self }
     }

@@ -174,7 +174,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   m: if m.ranks > 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
-//   weights: [experts, rows, columns] in grouped tiles
+//   weights: [experts, rows, columns] in grouped tiles, with rows 4t to 4t + 3 at positions 2t, 2t + 1, 2t + 8, 2t + 9
 //   bias: f32 [experts, rows]
 //   grid: ceil(rows / 16)
 //   block: 32 · chosen · DECODE_DOWN_SPLITS; DECODE_DOWN_SPLITS warps share the columns of an expert's tile

@@ -118,7 +118,8 @@ struct ExpertRows {
 //   PARTS: 1 or EXCHANGE_ROW_PARTS
 //   grid: see `row_shape` in exchange_add_norm.rs; ranks may have different numbers of blocks
 //   block: at most EXCHANGE_ROW_THREADS, and at least columns / (8 · PARTS)
-//   bytes moved: the bytes of y, columns · sizeof(T) per row, and columns · 8 per row of this rank
+//   bytes moved: the bytes of y, columns · sizeof(T) per row, columns · 8 per row of this rank, and the words sent to
+//     other ranks
 template <int PARTS, typename Partial, typename T>
 __device__ void exchange_add_norm(const float* x, const Partial& y, const float* bias, const float* weight, float* sum,
                                   T* normed, const Mailboxes& m, float eps) {
@@ -285,7 +286,7 @@ FOR_EACH_PARTS(DEFINE_ADD_NORM_EXPERTS, __nv_bfloat16, bf16)
 //   columns: a multiple of 8, at most 8 · PARTS · EXCHANGE_ROW_THREADS
 //   A region must have room for 4 bytes per element of y, or 2 bytes if ROUNDED is true.
 //   PARTS, grid, block: as for exchange_add_norm
-//   bytes moved: the bytes of y, and columns · (8 + sizeof(T)) per row
+//   bytes moved: the bytes of y, columns · (8 + sizeof(T)) per row, and the words sent to other ranks
 template <int PARTS, bool ROUNDED, typename Partial, typename T>
 __device__ void exchange_add_norm_all(const float* x, const Partial& y, const float* bias, const float* weight,
                                       float* sum, T* normed, const Mailboxes& m, int rows, float eps) {

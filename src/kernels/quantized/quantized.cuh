@@ -111,11 +111,11 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
 // Returns the quantized values q of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
 // A word of the low plane holds 1, 2 or 4 consecutive quads. The first quad is in the low bits of each byte.
 // The high plane has the same order, in a single word (1 bit per value) or in two words (2 bits per value).
-// `bits` is the number of bits that the low plane holds per value.
 template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, int j) {
     using L = FormatLayout<F>;
-    constexpr int high_word = L::low / 4, bits = L::low == 8 ? 2 : 4;  // `& 7` below: see load_group
     if constexpr (L::low == 32) return raw.words[j];
+    constexpr int bits = L::low == 8 ? 2 : 4;  // per value in the low plane
+    constexpr int high_word = L::low / 4;      // `& 7` below: see load_group
     uint32_t q;
     if (L::low == 16)
         q = raw.words[j / 2] >> (4 * (j % 2)) & LOW_4_BITS;

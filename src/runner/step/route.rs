@@ -37,7 +37,7 @@ pub struct RunnerFacts {
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
-    /// Whether no result may depend on other sequences, because the runner has `prompt_parts` (`--deterministic`).
+    /// Whether the runner has `prompt_parts` (`--deterministic`), so that no result may depend on other sequences.
     pub is_deterministic: bool,
 }
 

@@ -12,7 +12,8 @@ use tokio::time::{Instant, Sleep};
 /// With a minimum of one byte, a client could keep its connection open by reading one byte at a time.
 const MIN_BYTES: usize = 4 << 10;
 
-/// A connection on which a write fails if the client reads too slowly. `MIN_BYTES` defines the minimum speed.
+/// A connection on which a waiting write fails unless the client accepts `MIN_BYTES` bytes, or all that is left to write,
+/// within `limit`.
 pub struct WriteLimit<S> {
     stream: S,
     limit: Duration,

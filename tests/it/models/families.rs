@@ -1,5 +1,5 @@
-//! Tests of the config.json of model families: alternative fields, defaults, unsupported options and absurd numbers.
-//! Also tests checkpoints with alternative or unloaded tensors, and the tensor tables of all families.
+//! Tests how inferno reads each family's config.json: older and newer fields, defaults, unsupported options and absurd
+//! values. Also tests checkpoints with other tensor names, stacked experts or unused tensors, and the tensor tables.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn read(config: &Value) -> anyhow::Result<models::ModelConfig> {
     models::read_config(dir.path())
 }
 
-/// Returns the sliding window of each layer in tokens, or `None` for full attention.
+/// Returns each layer's sliding window in tokens, or `None` for full attention.
 fn windows(config: &Value) -> Vec<Option<usize>> {
     read(config).unwrap().architecture.cache_layers().into_iter().map(|layer| layer.window).collect()
 }
@@ -59,14 +59,14 @@ fn sliding_windows_follow_the_config() {
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
-    // In Gemma 3, sliding-window layers have their own RoPE frequencies, and the decoder selects these by the window.
+    // In Gemma 3, the decoder uses separate RoPE frequencies for the layers that have a window.
     // A layer therefore keeps its window even if the window is longer than the context.
     let wide = config_with("gemma3", json!({"sliding_window": 4096}));
     assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
 }
 
-/// Reads configs of models on the hub, reduced to the fields that inferno uses.
-/// Expected values: vocabulary size, longest context, layers, sliding-window layers, KV heads, head dim.
+/// Reads shortened configs of models on the hub. Expected values: vocabulary size, longest context, number of layers,
+/// number of sliding-window layers, and the KV heads and head dim of the first layer.
 #[test]
 fn configs_from_the_hub_are_read() {
     let phi = |long: bool| {
@@ -215,7 +215,7 @@ fn errors_about_missing_fields_name_no_other_field() {
     }
 }
 
-/// Replaces each number in a config.json with absurd values, one at a time.
+/// Replaces each number in the config.json of each family with absurd values, one at a time.
 /// inferno must load or reject each config within ten seconds, and must reject impossible sizes.
 #[test]
 fn absurd_numbers_fail_quickly_or_load() {
@@ -286,7 +286,8 @@ fn unsupported_architecture_error_names_the_nearest_supported_one() {
     assert!(message("mamba2").contains("gpt_oss, llama, mistral"));
 }
 
-/// LongRoPE uses its short factors up to the original length. Longer contexts need the long factors and are opt-in.
+/// LongRoPE uses its short factors for contexts up to `original_max_position_embeddings`.
+/// Longer contexts need the long factors and are opt-in.
 #[test]
 fn longrope_models_default_to_their_original_length() {
     let phi = |case| read(&config(case)).unwrap().architecture;
@@ -306,7 +307,7 @@ fn longrope_models_default_to_their_original_length() {
 }
 
 /// Returns the logits of all `ids`, computed with the checkpoint in `dir`.
-/// Asserts that the tensor table of the model's family gives the size of the loaded tensors.
+/// Asserts that the tensor table of the model's family predicts the size of the loaded tensors in memory.
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let progress = LoadProgress::silent();
@@ -335,7 +336,7 @@ fn rename_all(tensors: HashMap<String, Tensor>, rename: impl Fn(&str) -> String)
     tensors.into_iter().map(|(name, tensor)| (rename(&name), tensor)).collect()
 }
 
-/// Adds tensors that inferno does not load.
+/// Adds tensors with the given names, which inferno must not load.
 fn with_unloaded<'n>(
     mut tensors: HashMap<String, Tensor>,
     names: impl IntoIterator<Item = &'n str>,
@@ -381,12 +382,12 @@ fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
     assert_same_model("gemma3", &new, |tensors| tensors);
 }
 
-/// Rows of tensor tables for tensors that inferno does not load. No golden checkpoint contains such a tensor.
-/// `attention_masks_and_vision_modules_are_not_loaded` adds such tensors to test checkpoints.
+/// The names of rows for tensors that inferno does not load. No golden checkpoint contains such tensors, but
+/// `attention_masks_and_vision_modules_are_not_loaded` adds them to copies of golden checkpoints.
 const UNTESTED: [&str; 5] = ["attn.bias", "attn.masked_bias", "rotary_emb", "vision_tower", "multi_modal_projector"];
 
-/// Each tensor of a test checkpoint matches a row of its family's table, which says that the tensor is loaded.
-/// Each row of a family's table, except the rows in [`UNTESTED`], matches a tensor of a test checkpoint of some family.
+/// Each tensor of a golden checkpoint must match a row of its family's table that marks the tensor as loaded.
+/// Each row except those in [`UNTESTED`] must match a tensor of a golden checkpoint. Families can share rows.
 #[test]
 fn tensor_tables_describe_the_test_checkpoints() {
     let names = golden_models(|_| true).into_iter().chain(["trained"]).map(golden);
@@ -397,7 +398,10 @@ fn tensor_tables_describe_the_test_checkpoints() {
         for (name, _) in checkpoint.tensors() {
             let row = config.family.tensors.row(name);
             let row = row.unwrap_or_else(|| panic!("{}: no row matches tensor {name}", path.display()));
-            assert!(matches!(row, TensorRow::Tensor(_, role) if role.form != Form::Unloaded), "{name} is not loaded");
+            assert!(
+                matches!(row, TensorRow::Tensor(_, role) if role.form != Form::Unloaded),
+                "the tensor table says that {name} is not loaded"
+            );
             used.push(row);
         }
     }
@@ -409,8 +413,8 @@ fn tensor_tables_describe_the_test_checkpoints() {
     }
 }
 
-/// transformers 5 stacks the experts of a layer into two tensors. Most checkpoints have one tensor per expert matrix,
-/// like the golden checkpoints. The stacked form must produce the golden logits too.
+/// transformers 5 stacks the experts of a layer into two tensors. The golden checkpoints of Qwen3-MoE and Mixtral have
+/// one tensor per expert matrix instead. With stacked experts, they must still produce the golden logits.
 #[test]
 fn stacked_experts_load_as_separate_ones_do() {
     let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {

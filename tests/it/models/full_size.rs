@@ -2,7 +2,8 @@
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size -- --nocapture
 //!
-//! Run `tests/golden/reference_logits.py DIR` first. It writes the transformers logits for the comparison.
+//! First run `tests/golden/reference_logits.py DIR`, which writes the logits of transformers to `DIR`.
+//! `full_size_logits_agree_with_transformers` reads them.
 
 use std::path::PathBuf;
 
@@ -85,7 +86,8 @@ fn full_size_thousand_generations_leak_nothing() {
     let vocab = engine.info().vocab_size as u32;
     let (mut after_warm_up, mut host_after_warm_up) = (0, 0);
     for round in 0..1000u32 {
-        // Some prompt lengths are near gpt-oss's sliding window (128) or near 2048. Each round has a new prompt.
+        // Some lengths are near gpt-oss's sliding window (128). The prompts differ from the first token on, so that no
+        // round reuses a cached prefix.
         let length = [1, 17, 127, 128, 129, 700, 2048, 2049][round as usize % 8];
         let prompt: Vec<u32> = (0..length).map(|i| (i * 7919 + round * 104_729 + 1) % vocab).collect();
         let mut sampling = SamplingParams::greedy();
@@ -123,7 +125,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     };
     let (first, second) = (run(), run());
     let distinct = first.iter().collect::<std::collections::BTreeSet<_>>().len();
-    println!("512 greedy tokens, {distinct} of them distinct; executor: {}", engine.execution_mode());
+    println!("512 greedy tokens, {distinct} of them distinct; execution mode: {}", engine.execution_mode());
     assert_eq!(first, second);
     #[cfg(feature = "cuda")]
     if engine.execution_mode() == inferno::runner::ExecutionMode::Graph {
@@ -136,10 +138,9 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     }
 }
 
-/// Returns the tokens of an answer, and the mean of KL(answer ‖ prefill) per token.
-/// `answer` is the reported distribution of a token. `prefill` is the distribution that a prefill of the prompt and the
-/// answer computes at the same position.
-/// For the KL divergence, all tokens except the 20 most likely ones count as a single token.
+/// Returns the tokens of an answer, and the mean of KL(reported ‖ recomputed) over these tokens.
+/// `reported` is the distribution in the token's event. `recomputed` is the distribution at the same position in a
+/// prefill of the prompt and the answer. All but the 20 most likely tokens count as a single token.
 fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
     let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
     let logits = engine.logits(&[prompt, &tokens[..tokens.len() - 1]].concat()).unwrap();
@@ -161,7 +162,7 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     (tokens, mean)
 }
 
-/// A prompt, the log probabilities of its tokens, and the events of its greedy answer.
+/// A prompt, the log probabilities of its tokens after the first, and the events of its greedy answer.
 struct ScoredAnswer {
     prompt: Vec<u32>,
     prompt_logprobs: Vec<f64>,
@@ -200,13 +201,12 @@ fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
 }
 
 /// The results of two GPUs may differ from the results of one GPU only by rounding errors.
-/// On one GPU, two computations of the same values also differ, for example decode steps and a prefill.
-/// The limits are 1.5 or 2.5 times the difference on one GPU.
+/// On one GPU, two computations of the same values also differ by rounding, for example decode steps and a prefill.
+/// The limits are 1.5 or 2.5 times these differences.
 #[test(full_size)]
 fn full_size_two_gpus_agree_with_one() {
     let builder = || Engine::builder(model()).context(1024).sequences(16);
-    // Load the second engine only after the first is dropped.
-    // A GPU that waits for another GPU cannot load the kernels of a second engine.
+    // Drop the first engine before loading the second: a GPU that waits for another GPU cannot load kernels.
     let two = builder().devices(two_gpus()).load().unwrap();
     let ids = two.random_tokens(99, 512);
     let prefill_of_two = two.logits(&ids).unwrap().to_device(&Device::Cpu).unwrap();
@@ -286,7 +286,7 @@ fn check_deterministic_answers(eager: bool) {
     }
     assert!(
         differences.is_empty(),
-        "eager {eager}: answers differ; (prompt length, index of the first difference): {differences:?}"
+        "eager {eager}: concurrent and single answers differ at (prompt length, token index): {differences:?}"
     );
 }
 
@@ -322,8 +322,9 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
          {first_differences:?}",
         first_differences.len()
     );
-    // If a request runs alone, the kernels of the reference prefill compute its prompt, with the same rounding.
-    // Concurrent prompts share steps and round differently, so the error of their answers may be twice as large.
+    // The prefill of a request that runs alone mostly uses the same kernels as the reference prefill, with the same
+    // rounding. Concurrent prompts share steps and are rounded differently, so the error of their answers may be twice
+    // as large.
     assert!(
         at_once <= 2.0 * alone,
         "mean KL is {at_once:e} for concurrent requests, but {alone:e} for single requests"

@@ -21,7 +21,7 @@ use crate::support::{golden, logits_tolerance, on_devices, relative_error, value
 
 const CONTEXT: usize = 160;
 
-/// A golden model, and the device on which a test runs it.
+/// A golden model, and the device and dtype with which a test runs it.
 type ModelOnDevice = (&'static GoldenModel, TestDevice);
 
 /// A loaded golden model, with the results of transformers.
@@ -62,12 +62,12 @@ struct SharedCache<'c> {
     case: &'c Case,
     cache: KvCache,
     blocks: BlockManager,
-    /// Whether `step` repeats each pass with [`RowSelection::Last`] and compares the logits of the last tokens.
+    /// Whether `step` repeats each pass with [`RowSelection::Last`], and compares the last logits of each sequence.
     compares_last_rows: bool,
 }
 
 /// A sequence in a shared cache.
-/// `logits` has a row for each token that `step` computed, but none for the tokens of a reused prefix.
+/// `logits` has a row for each token that `step` computed, but none for tokens that were cached at the start.
 struct Member {
     ids: Vec<u32>,
     blocks: SequenceBlocks,
@@ -132,14 +132,14 @@ impl Case {
     }
 }
 
-/// Returns the largest allowed relative error, compared with the f32 reference.
+/// Returns the largest allowed relative error of logits and of the residual stream, compared with transformers in f32.
 /// In bf16 and f16, relative rounding errors of 2^-8 and 2^-11 accumulate over the layers.
 fn tolerance(model: &str, dtype: DType, is_gpu: bool) -> f32 {
     match (dtype, model) {
         // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
         // The tolerances are about twice the errors of transformers in bf16.
-        // On a GPU, f32 needs the FP8 tolerances too: tensor cores accumulate FP8 products with about 13 bits.
-        // The low accuracy of FP8 sums can change a quantized activation.
+        // On a GPU, f32 needs the FP8 tolerances too: tensor cores accumulate FP8 products with only about 13 bits,
+        // so a quantized activation can change.
         (_, "compressed/fp8") if dtype != DType::F32 || is_gpu => 12e-2,
         (_, "compressed/fp8_static") if dtype != DType::F32 || is_gpu => 19e-2,
         (DType::BF16 | DType::F16, "compressed/int8") => 7e-2,
@@ -155,14 +155,13 @@ fn uncompressed() -> Vec<TestCase<ModelOnDevice>> {
     models_on_devices(|model| model.kind != GoldenKind::Compressed)
 }
 
-/// Like [`uncompressed`], but includes compressed-tensors models.
-/// Use it only for tests that run the same passes as transformers.
-/// Other passes sum in another order, which can change quantized activations (see [`GoldenKind::Compressed`]).
+/// Like [`uncompressed`], but includes compressed-tensors models. Tests that run the same tokens in two ways leave them
+/// out: if sums have another order, quantized activations can change (see [`GoldenKind::Compressed`]).
 fn all() -> Vec<TestCase<ModelOnDevice>> {
     models_on_devices(|_| true)
 }
 
-/// Like [`all`], but without the cases that have a loose tolerance.
+/// Like [`all`], but without the cases whose tolerance is above 1e-4.
 /// In those cases, rounding may change the greedy token in a near tie.
 fn accurate() -> Vec<TestCase<ModelOnDevice>> {
     let is_accurate = |(model, device): ModelOnDevice| tolerance(model.name, device.dtype, device.is_gpu) <= 1e-4;
@@ -183,7 +182,7 @@ fn logits_and_every_layer_agree_with_transformers(model: ModelOnDevice) {
     let logits = case.decoder.forward_tapped(&batch, &cache, Some(&mut tap)).unwrap();
     for (layer, tap) in taps.iter().enumerate() {
         let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
-        assert!(error < case.tolerance(), "relative error of layer {layer}: {error:e}");
+        assert!(error < case.tolerance(), "relative error after layer {layer}: {error:e}");
     }
     let error = relative_error(&values(&logits), &values(&case.golden["logits"]));
     println!(
@@ -276,7 +275,7 @@ impl SharedCache<'_> {
                 Some(*end)
             });
             let want: Vec<f32> = ends.flat_map(|end| &logits[(end - 1) * vocab..end * vocab]).copied().collect();
-            self.case.assert_same("the logits of the last tokens alone", &last, &want);
+            self.case.assert_same("the logits with RowSelection::Last", &last, &want);
         }
         let mut rows = logits.chunks(vocab);
         for (member, &tokens) in members.iter_mut().zip(steps) {
@@ -361,7 +360,7 @@ fn reused_prefix_equals_a_fresh_prefill(model: ModelOnDevice) {
             assert_eq!(second.blocks.computed(), common / BLOCK_TOKENS * BLOCK_TOKENS);
         }
         shared.finish(&mut second);
-        shared.assert_like_alone(&format!("the logits after a reused prefix of {common} tokens"), &second);
+        shared.assert_like_alone(&format!("the logits after a common prefix of {common} tokens"), &second);
         shared.blocks.release(second.blocks);
     }
 }
@@ -389,7 +388,7 @@ fn forked_sequences_equal_separate_ones(model: ModelOnDevice) {
             shared.step(&mut members, &[1, 1, 1]);
         }
         for member in forks.iter().chain([&parent]) {
-            shared.assert_like_alone(&format!("a fork or its parent after {prompt} tokens"), member);
+            shared.assert_like_alone(&format!("a sequence forked after {prompt} tokens, or its parent"), member);
         }
     }
 }

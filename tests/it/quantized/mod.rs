@@ -3,6 +3,7 @@
 //! - Dequantized values equal the values of the original blocks.
 //! - Matrix products equal the products with the dequantized matrix, up to rounding.
 //! - The GPU kernels produce the same results as the CPU, up to rounding.
+//! - The error of quantizing floats is bounded.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -157,7 +158,9 @@ fn quantization_error_is_bounded() {
     let original = floats_with_known_errors(rows * columns);
     // Each error limit is relative to the largest magnitude in a row, which is about 2.
     // For q8_0, int8, fp8, q5_1 and q4_1, the limit is half a quantization step.
-    // q6_k, q5_0, q4_0 and q3_k cannot represent both the minimum and the maximum, so their limit is one step.
+    // q6_k, q5_0, q4_0 and q3_k have one more negative code than positive codes, so they cannot represent both the
+    // minimum and the maximum. Their limit is the step with which the highest code (31, 15, 7 or 3) represents the
+    // largest magnitude.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
@@ -167,6 +170,7 @@ fn quantization_error_is_bounded() {
         ("q5_1", 1.0 / 31.0),
         // q5_k, q4_k and q2_k fit a group by least squares, which is less exact for the extremes.
         // For these values, the relative errors of ggml are 0.0481 with q5_k and 0.0745 with q4_k.
+        // Dividing these two limits by 1.1 cancels the factor in the assertion.
         // The limit of q2_k is three quarters of a step.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
@@ -180,12 +184,12 @@ fn quantization_error_is_bounded() {
         let matrix = quantized_floats(quantize, &original, columns, &Device::Cpu);
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let worst = got.iter().zip(&original).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // The factor 1.1 allows for the rounding of scales to f16.
+        // The factor 1.1 allows for the rounding of the scales.
         assert!(worst / 2.0 <= limit * 1.1, "{quantize}: relative error {}, limit {limit}", worst / 2.0);
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
     // If the row length is not a multiple of the block length, the matrix uses another format or stays unquantized.
-    // int8 has no blocks.
+    // int8 has no blocks, so it supports every row length.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
     assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
@@ -195,7 +199,7 @@ fn quantization_error_is_bounded() {
     assert!("q9".parse::<QuantizationTarget>().unwrap_err().contains("q8_0, q6_k"));
 }
 
-/// Tests blocks of equal values, including values that are too small for an f16 scale.
+/// Tests rows of equal values, including values that are too small for an f16 scale.
 #[test]
 fn constant_and_tiny_rows_are_quantized_to_finite_values() {
     for format in ["q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "q5_1", "q5_0", "q4_1", "q4_0", "fp8", "int8"] {
@@ -280,7 +284,7 @@ fn expert_products_use_the_chosen_experts() {
     }
 }
 
-/// Returns the kinds of input quantization that matrix products with weights in `format` support.
+/// Returns the kinds of input quantization to test with weights in `format`.
 fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
     match format {
         WeightFormat::Int8 => {
@@ -294,12 +298,12 @@ fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
 }
 
 /// Tests rows whose length is not a multiple of the group size, which is 32.
-/// Also tests NaN inputs, which must produce NaN outputs.
+/// Also tests NaN inputs, which must make all outputs of the same token NaN, but no other outputs.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
-    // With 40 and 104 columns, the rows of x are aligned to 16 bytes.
-    // `matmul_few_tokens` then computes products with 3 and with 40 tokens, unless they are 8-bit products.
+    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, as `matmul_few_tokens` requires.
+    // It then computes the products with 3 and with 40 tokens, unless they are 8-bit products.
     for columns in [36, 40, 100, 104] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
@@ -326,20 +330,19 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
                 broken[columns - 1] = f32::NAN;
                 let broken = Tensor::from_vec(broken, (tokens, columns), &Device::Cpu).unwrap();
                 let got = product(&there, &broken.to_dtype(DType::F16).unwrap());
-                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN input produced a finite output");
+                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN input has a non-NaN output");
                 assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread to another token");
             }
         }
     }
 }
 
-/// Compares expert products in f16, dequantized values, embedding rows, and products in all dtypes.
-/// Tests the products with few and with many tokens.
+/// Compares expert products in f16, dequantized values, embedding rows, and products of 1 to 300 tokens in all dtypes.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
     // cuBLASLt needs a multiple of 16 rows for 8-bit products. 4640 and 464 are such multiples, 4611 is not.
-    // 4640 and 4611 rows are more than the warps of a `quantized_matvec` grid multiply at once.
+    // 4640 and 4611 rows are more than the warps of a `quantized_matvec` grid multiply at once (4224 on an H200).
     // In a row of 256 columns, each lane of a warp multiplies at most one group of 32 columns.
     // In a row of 4608 columns, each lane multiplies several groups.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
@@ -347,7 +350,7 @@ fn gpu_kernels_agree_with_the_cpu() {
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
         for (cpu, there) in here.iter().zip(matrices_of_each_format(rows, columns, &gpu)) {
             let format = cpu.format;
-            // Split the rows among 29 experts. Test few and many tokens.
+            // Divide the rows among 29 experts. Each token has two.
             for tokens in [3, 50] {
                 let ids: Vec<u32> = (0..2 * tokens).map(|i| i * 7 % 29).collect();
                 let ids = Tensor::from_vec(ids, (tokens as usize, 2), &Device::Cpu).unwrap();
@@ -371,7 +374,7 @@ fn gpu_kernels_agree_with_the_cpu() {
             let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
             assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
-                // Token counts from 3 to 100 select every tile size of `matmul_few_tokens`.
+                // 3, 9, 24 and 100 tokens select every tile size of `matmul_few_tokens`.
                 // 100 tokens need two tiles of 64.
                 let many = if rows < 1000 { 300 } else { 9 };
                 for tokens in [1, 3, 9, 24, 100, many] {
@@ -385,12 +388,13 @@ fn gpu_kernels_agree_with_the_cpu() {
                             .matmul(&x.to_device(&gpu).unwrap())
                             .unwrap();
                         let error = relative_error(&values(&got), &values(&want));
+                        // The tolerance depends on how the product is computed:
                         // - `quantized_matvec` is used for one token, and for 2 to 8 tokens unless
                         //   `matmul_few_tokens` or an 8-bit product is used. It multiplies exact weights by inputs that
                         //   it quantizes to 16 bits, or by exact inputs if the weights are FP8.
                         // - 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products
                         //   exactly, but FP8 products only to about 13 bits.
-                        // - `matmul_few_tokens` multiplies the 8-bit values of Int8 and Fp8 weights, which are exact,
+                        // - With Int8 and Fp8 weights, `matmul_few_tokens` multiplies the exact 8-bit values,
                         //   and then applies the scale of the row.
                         // - In all other cases, the weights are rounded to the dtype of the input.
                         let uses_matmul_few_tokens = match rounding {
@@ -408,7 +412,7 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let tolerance = match rounding {
                             _ if tokens == 1 || tokens <= 8 && !uses_matmul_few_tokens => 5e-5,
                             InputQuantization::None => tolerance,
-                            // 8-bit values are exact in f16 and bf16.
+                            // 8-bit weights and 8-bit inputs are exact in f16 and bf16.
                             _ if uses_matmul_few_tokens => 2e-5,
                             // 8-bit products need a multiple of 16 rows. Otherwise, the product is computed in floats.
                             _ if rows % 16 != 0 => tolerance,
@@ -448,6 +452,6 @@ fn stacked_formats_match_the_cpu() {
         let error = relative_error(&values(&got), &values(&want));
         assert!(error < 4e-3, "{tokens} tokens: relative error {error:e}");
         let again = stack(&gpu).matmul(&x.to_device(&gpu).unwrap(), SumOrder::Fastest).unwrap();
-        assert_eq!(values(&got), values(&again), "{tokens} tokens: the results of two launches differ");
+        assert_eq!(values(&got), values(&again), "{tokens} tokens: the same product has two different results");
     }
 }

@@ -21,13 +21,13 @@ struct Subject {
     ids: Vec<u32>,
 }
 
-/// The results of a model for the text of a [`Subject`], and the size of the model's weights.
+/// The results of a [`Subject`]'s model on its text, and the size of the model's weights.
 struct Run {
     /// The log probabilities, `[tokens, vocab_size]`.
     rows: Vec<f32>,
     logits: Vec<f32>,
     vocab_size: usize,
-    /// The size of the loaded weights in bytes. Unquantized weights count as bf16.
+    /// The size in bytes that the loaded weights would have with the compute dtype bf16.
     bytes: u64,
 }
 
@@ -58,7 +58,7 @@ impl Subject {
         Run { rows, logits, vocab_size: decoder.vocab_size(), bytes: inventory.loaded_bytes(DType::BF16) }
     }
 
-    /// Returns the negative log-likelihood of each token after the first.
+    /// Returns the negative log-likelihood (the loss) of each token after the first.
     fn nll(&self, run: &Run) -> Vec<f32> {
         let rows = run.rows.chunks_exact(run.vocab_size).zip(&self.ids[1..]);
         rows.map(|(row, &next)| -row[next as usize]).collect()
@@ -104,8 +104,9 @@ fn quantized_demo_model_stays_close_to_the_original() {
 }
 
 /// Compares the quantized weights of a trained model with weights that ggml quantized (for int8 and fp8, torch).
-/// Also compares the model's losses and KL divergences with transformers.
-/// The weight rows have 256 values, so K-quants can be used. `tests/golden/make_trained.py` writes the model.
+/// Also compares the logits of the unquantized model, the losses and the KL divergences with transformers.
+/// The rows of the weights have 256 values, the block length of K-quants. `tests/golden/make_trained.py` writes the
+/// model.
 #[test]
 fn quantized_model_agrees_with_ggml_and_transformers() {
     let dir = golden("trained");

@@ -1,8 +1,8 @@
 //! Shared test helpers: golden models, fixture paths, devices, relative error, random numbers.
 //!
-//! - `program`: runs the program; `bounded`: runs the program with limits on time and memory
-//! - `session`, `screen`: run the program in a pseudo terminal
-//! - `engine`: engines, and the answers to their requests
+//! - `program`: runs inferno; `bounded`: runs inferno with limits on time and memory
+//! - `session`, `screen`: run inferno in a pseudo terminal
+//! - `engine`: engines with the demo model or a golden model, and their answers
 //! - `gguf`: GGUF files; `random_models`: checkpoints with random weights; `fake_hub`: a hub on 127.0.0.1
 
 pub mod bounded;
@@ -41,33 +41,34 @@ pub struct GoldenModel {
     /// The path of the model's folder, relative to `tests/golden`.
     pub name: &'static str,
     pub kind: GoldenKind,
-    /// Whether the GGUF tests convert the checkpoint to a GGUF file.
+    /// Whether tests convert the checkpoint to a GGUF file.
     pub has_gguf: bool,
-    /// Whether the decode graph supports the model.
+    /// Whether the tests of the decode graph use the model.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
     pub has_graph: bool,
     /// Whether the model has a router, which chooses the experts of each token.
     /// Rounding can change the choice in a near tie.
     pub has_router: bool,
-    /// Whether the decode graph may choose other experts than the eager decoder in a near tie,
-    /// because the graph and the eager decoder round the router's input differently.
+    /// Whether the tests allow the decode graph to choose other experts than the eager decoder.
+    /// The graph and the eager decoder round differently, which can change the choice in a near tie.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
     pub can_graph_choose_other_experts: bool,
 }
 
-/// The purpose of a golden model.
+/// A group of golden models. Some tests run only one group, or all except one.
 #[derive(PartialEq)]
 pub enum GoldenKind {
-    /// A model that resembles a published model of its family.
+    /// The main model of a family, or of one version of the family, such as `llama2` and `llama3`.
     Family,
-    /// A further model of a family. If its name ends in `_new`, config.json has the format of transformers 5.
+    /// A model with other sizes or settings than the main model.
+    /// If its name ends in `_new`, config.json has the format of transformers 5.
     /// If its name ends in `_graph`, the decode graph supports its sizes.
     Variant,
     /// A model with 8-bit weights in the compressed-tensors format.
     ///
-    /// Most compressed-tensors models in the tests also quantize the activations.
-    /// inferno and transformers add numbers in different orders, so an activation can round to another 8-bit value.
-    /// The logits then agree less closely with transformers.
+    /// Most of these models also quantize the activations. Another order of summation or a 16-bit dtype can make an
+    /// activation round to another 8-bit value, which changes the logits by more than a usual rounding error.
+    /// `make_compressed.py` chooses the golden token ids so that the order of summation in f32 has no such effect.
     Compressed,
 }
 
@@ -139,13 +140,13 @@ pub fn fixtures_if_set() -> Option<PathBuf> {
     std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from)
 }
 
-/// Returns the first GPU, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU. Panics if inferno cannot use a GPU.
 pub fn gpu() -> Device {
     device::open(DeviceChoice::FirstCuda).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Returns the first GPU, for tests that also run without one.
-/// Returns `None` if there is no GPU and `INFERNO_REQUIRE_GPU` is not set.
+/// Returns the first GPU, or `None` if there is no GPU.
+/// With `INFERNO_REQUIRE_GPU=1`, panics instead of returning `None`.
 pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
@@ -156,8 +157,8 @@ pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the largest allowed error of logits compared with transformers, relative to the largest |logit|.
-/// Holds for GPUs in `dtype`, and for CPUs in f32.
+/// Returns the largest allowed difference between logits in `dtype` and the f32 logits of transformers, relative to the
+/// largest |logit|. For models with 8-bit activations, `tolerance` in `models/golden.rs` can be larger.
 pub fn logits_tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::F32 => 1e-4,
@@ -267,8 +268,8 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns an approximately normally distributed number. On average, one number in fifty is an outlier, which is
-    /// multiplied by 40.
+    /// Returns the sum of four uniform random numbers, which is approximately normally distributed.
+    /// Multiplies one number in fifty, on average, by 40 to produce outliers.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
@@ -290,13 +291,13 @@ impl Random {
     }
 }
 
-/// Gives a command the home directory `home`, a terminal type and an unreachable hub.
+/// Gives a command the home directory `home`, the model cache `home/models`, a terminal type and an unreachable hub.
 /// Removes environment variables that configure inferno, the hub, folders, colors or logs.
 pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];
     for (variable, _) in std::env::vars_os() {
         let name = variable.to_string_lossy();
-        // The program does not read INFERNO_REQUIRE_GPU, so this variable may stay.
+        // INFERNO_REQUIRE_GPU can stay, because only the tests read it.
         if prefixes.iter().any(|prefix| name.starts_with(prefix)) && name != "INFERNO_REQUIRE_GPU" {
             command.env_remove(&variable);
         }

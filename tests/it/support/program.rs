@@ -27,7 +27,7 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// Asserts that the program failed with exit code `code` and an error message that contains all `words`.
+/// Asserts that the program failed with exit code `code` and an error message, and that stderr contains all `words`.
 pub fn assert_fails(output: &Output, code: i32, words: &[&str]) {
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{message}");
@@ -66,7 +66,7 @@ pub fn libraries_are_loaded_on_demand() -> bool {
     !["libcuda.so", "libcublas", "libcurand", "libnvrtc", "libcudart"].iter().any(|library| loaded.contains(library))
 }
 
-/// A shell that can mount filesystems in its own mount namespace.
+/// The command of a shell in its own mount namespace, in which the shell can mount filesystems.
 pub const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
 
 /// Returns whether the current user can mount filesystems in a new mount namespace.
@@ -75,7 +75,8 @@ pub fn can_mount() -> bool {
     output.is_ok_and(|output| output.status.success())
 }
 
-/// Returns a command that runs inferno with a broken NVIDIA driver library, whether or not the machine has a driver.
+/// Returns a command that runs inferno as if the machine had no NVIDIA driver.
+/// The dynamic loader finds a broken libcuda.so.1 before any other.
 pub fn without_driver(home: &TempDir) -> Command {
     let broken = home.path().join("driver");
     fs::create_dir_all(&broken).unwrap();

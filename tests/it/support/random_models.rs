@@ -20,7 +20,7 @@ pub struct Llama {
     pub tied: bool,
 }
 
-/// Names and sizes of Llama models.
+/// Llama models by name. In the names, D is the head size and V is the vocabulary size.
 pub const LLAMAS: &[(&str, Llama)] = &[
     (
         "D 64",
@@ -74,8 +74,8 @@ pub const LLAMAS: &[(&str, Llama)] = &[
             tied: true,
         },
     ),
-    // On an H200, sampling from 140,001 tokens runs a block of 1,024 threads on each of the 132 multiprocessors.
-    // Some of these threads process two logits.
+    // With this vocabulary, some threads of the sampling kernel process two logits: on the 132 multiprocessors of an
+    // H200, the kernel runs 132 blocks of 1,024 threads.
     (
         "V 140001",
         Llama {
@@ -124,8 +124,9 @@ impl Llama {
     }
 }
 
-/// A Llama model that the tests quantize while they load it. Its output head is tied to the embedding.
-/// Row lengths are multiples of 256, except in o_proj, where K-quants fall back to formats with blocks of 32.
+/// A Llama model for tests that quantize while loading. Its output head is tied to the embedding.
+/// Row lengths are multiples of 256, the block length of K-quants, except in o_proj.
+/// For o_proj, K-quants fall back to types with blocks of 32.
 pub const QUANTIZED_LLAMA: Llama = Llama {
     hidden_size: 512,
     heads: 6,
@@ -138,7 +139,8 @@ pub const QUANTIZED_LLAMA: Llama = Llama {
 };
 
 /// Writes a Qwen3-MoE model with random weights.
-/// Row lengths are multiples of 256, except in o_proj, where K-quants fall back to formats with blocks of 32.
+/// Row lengths are multiples of 256, the block length of K-quants, except in o_proj.
+/// For o_proj, K-quants fall back to types with blocks of 32.
 pub fn write_qwen3_moe(dir: &Path) {
     let (hidden, heads, kv_heads, head_dim, experts, chosen, width, vocab) = (256, 6, 2, 64, 37, 5, 512, 301);
     let config = serde_json::json!({
@@ -184,7 +186,7 @@ impl RandomTensors {
         Self { numbers: Random(seed), tensors: HashMap::new() }
     }
 
-    /// Adds a tensor with values between `center` - 1.7 · `scale` and `center` + 1.7 · `scale`.
+    /// Adds a tensor of uniform random values with mean `center` and a standard deviation of about `scale`.
     fn add(&mut self, name: String, shape: &[usize], scale: f32, center: f32) {
         let mut next = || (self.numbers.unit() - 0.5) * 3.4 * scale + center;
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
@@ -198,7 +200,7 @@ impl RandomTensors {
     }
 
     /// Adds a matrix `[rows, columns]`, and a bias if `has_bias` is true.
-    /// The scale of the values makes the products with the matrix about as large as the inputs.
+    /// Scales the matrix so that the outputs of the layer are about as large as its inputs.
     fn linear(&mut self, name: &str, rows: usize, columns: usize, has_bias: bool) {
         self.add(format!("{name}.weight"), &[rows, columns], (columns as f32).powf(-0.5), 0.0);
         if has_bias {

@@ -17,7 +17,8 @@ use tempfile::TempDir;
 
 use crate::support::at_home;
 
-/// The time limit for output. It is long, because a debug build on a busy machine is slow.
+/// The time limit for expected output and for the end of the program.
+/// It is long, because a debug build on a busy machine is slow.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 pub const DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--temperature", "0"];
@@ -77,7 +78,7 @@ impl Screen {
         self.pid
     }
 
-    /// Waits for output for at most `timeout_ms` milliseconds and reads it. Returns false if nothing was read.
+    /// Waits at most `timeout_ms` milliseconds for output, and reads it. Returns false if nothing was read.
     fn pump(&mut self, timeout_ms: u16) -> bool {
         let mut ready = [PollFd::new(self.file.as_fd(), PollFlags::POLLIN)];
         if poll(&mut ready, PollTimeout::from(timeout_ms)).unwrap_or(0) == 0 {
@@ -91,8 +92,8 @@ impl Screen {
         true
     }
 
-    /// Waits until `text` appears in the output that no earlier `wait` has returned. Returns this output up to `text`.
-    /// Panics if the program exits first, or after [`TIMEOUT`].
+    /// Waits until `text` appears in the output from `seen` on. Returns the output before `text`.
+    /// Moves `seen` past `text`. Panics if the program exits first, or after [`TIMEOUT`].
     pub fn wait(&mut self, text: &str) -> String {
         let start = Instant::now();
         loop {
@@ -119,7 +120,7 @@ impl Screen {
         while self.pump(400) {}
     }
 
-    /// Reads output for 200 ms, a typical pause between two key presses.
+    /// Reads output for 200 ms. Unlike `settle`, also ends while an answer streams.
     pub fn settle_briefly(&mut self) {
         let start = Instant::now();
         while start.elapsed() < Duration::from_millis(200) {
@@ -127,7 +128,7 @@ impl Screen {
         }
     }
 
-    /// Types bytes. Also reads the output, so the program never blocks while it writes.
+    /// Types bytes. Meanwhile, reads the output, because the program blocks if its output is not read.
     pub fn send(&mut self, bytes: &[u8]) {
         for piece in bytes.chunks(1024) {
             let mut rest = piece;
@@ -148,7 +149,7 @@ impl Screen {
         self.seen = self.written.len();
         self.send(line.as_bytes());
         self.send(b"\r");
-        // The echo of the line ends with a line break. The first prompt after the line break is the new prompt.
+        // Skip the echo, which ends with a line break, because the editor may print the old prompt again in it.
         let echo = self.wait("\n");
         echo + &self.wait(">>> ")
     }
@@ -172,8 +173,8 @@ impl Screen {
 
     /// Resizes the window, as a user would with the mouse. Returns all rows as they were before.
     ///
-    /// The size of the terminal device changes before the size of the emulated screen. The program is stopped
-    /// meanwhile. Otherwise, on a busy machine, many updates for the old size could be shown at the new size.
+    /// Stops the program meanwhile, and reads its output before the size changes.
+    /// Otherwise, on a busy machine, the screen could show much output for the old size at the new size.
     pub fn resize(&mut self, rows: u16, columns: u16) -> Vec<String> {
         kill(self.pid, Signal::SIGSTOP).unwrap();
         while self.pump(50) {}

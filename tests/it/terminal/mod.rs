@@ -54,7 +54,7 @@ fn lines_typed_before_the_prompt_are_answered_in_order() {
 #[test]
 fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     let home = TempDir::new().unwrap();
-    // With --ignore-eos, an answer that is not stopped fills the whole context.
+    // With --ignore-eos, the answer continues until Ctrl-C stops it or the context is full.
     let mut chat = play(&home, &["demo", "--ignore-eos", "--context", "4096"]);
     expect(&mut chat, ">>> ");
     chat.send_line("How do I download a model?").unwrap();

@@ -11,7 +11,7 @@ use crate::support::screen::{DEMO, Screen};
 
 const QUESTION: &str = "How do I download a model?";
 
-/// Returns the words of the turn that asks [`QUESTION`], up to the row with the speed, which differs in each run.
+/// Returns the words of the turn with [`QUESTION`], up to the row with the speed. The speed differs in each run.
 fn words(rows: &[String]) -> Vec<String> {
     let turn = rows.iter().skip_while(|row| !row.contains(QUESTION)).take_while(|row| !row.contains("tok/s"));
     turn.flat_map(|row| row.split_whitespace()).map(str::to_string).collect()
@@ -41,7 +41,7 @@ fn words_without_disturbance(home: &TempDir) -> Vec<String> {
 #[test]
 fn folding_and_unfolding_reasoning_changes_no_words() {
     // With --ignore-eos, the demo may reason again after its answer, so reasoning and answers can alternate.
-    // `bright_rows` leaves out the dim reasoning. The answers must be the same, folded or not.
+    // `bright_rows` leaves out the dim reasoning. Folding the reasoning must not change the answers.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
@@ -67,7 +67,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let folded = wait_for_end(&mut chat);
     assert_eq!(words(&chat.bright_rows()), answers);
-    // Do not count the 4 words of a summary such as `▸ thought: 3 words`. The reasoning it replaces may be shorter.
+    // Do not count the 4 words of a summary such as `▸ thought: 3 words`, which can be longer than the reasoning.
     let summaries = folded.iter().filter(|word| *word == "thought:").count();
     assert!(summaries > 0 && folded.len() - 4 * summaries < plain.len(), "{folded:?}\n{plain:?}");
 }
@@ -82,7 +82,7 @@ fn resizing_during_an_answer_keeps_its_last_words() {
     chat.resize(30, 100);
     assert_eq!(wait_for_end(&mut chat), plain);
 
-    // A narrower window may cut off rows that were shown before, and repeat some words.
+    // In a narrower window, rows that were already printed may be cut off, and some words may appear twice.
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
     chat.wait("inferno");

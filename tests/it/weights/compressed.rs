@@ -1,5 +1,5 @@
 //! Tests of the compressed-tensors `quantization_config`: golden checkpoints, published configs, unsupported configs.
-//! Tests of published configs need INFERNO_FIXTURES.
+//! The test of published configs needs `INFERNO_FIXTURES`.
 
 use std::path::Path;
 
@@ -140,7 +140,7 @@ fn other_quantization_methods_are_errors() {
     assert_eq!(unsupported(&config), "quantization_config without quant_method is not supported");
 }
 
-/// Returns a W8A8 config in which the field at the JSON pointer `pointer` of `quantization_config` is `value`.
+/// Returns a W8A8 config whose `quantization_config` has `value` at the JSON pointer `pointer`.
 fn with(pointer: &str, value: Value) -> Value {
     let mut section = section();
     let (parent, field) = pointer.rsplit_once('/').unwrap();

@@ -1,5 +1,5 @@
-//! Tests of hostile safetensors files, shard indexes and packed experts.
-//! Each hostile file must cause an error that names the file or the tensor.
+//! Tests of invalid safetensors headers, shard indexes and packed experts, as a hostile checkpoint may contain them.
+//! Each must cause an error that says what is wrong.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,14 +8,14 @@ use candle_core::{DType, Device};
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder, mxfp4};
 use tempfile::TempDir;
 
-/// Returns the bytes of a safetensors file with `header`, followed by `data` zeros.
-/// `length` overrides the header length that the file claims.
+/// Returns the bytes of a safetensors file with the given header and `data` zero bytes of tensor data.
+/// If `length` is given, the file states this header length instead of the real one.
 fn file(length: Option<u64>, header: &str, data: usize) -> Vec<u8> {
     let length = length.unwrap_or(header.len() as u64);
     [&length.to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
 }
 
-/// Returns the error from opening the checkpoint in `dir`, or `no error`.
+/// Returns the error from opening the checkpoint in `dir`, or `no error`. Panics if this takes ten seconds or longer.
 fn error(dir: &Path) -> String {
     let begin = Instant::now();
     let error = Checkpoint::open(dir).err().map_or("no error".into(), |error| format!("{error:#}"));
@@ -68,7 +68,7 @@ fn invalid_headers_are_errors() {
         file(None, &two("[0,4]", "[2,6]"), 6),
         file(None, &two("[0,4]", "[8,12]"), 12),
         file(None, &two("[4,8]", "[8,12]"), 12),
-        // Two tensors have the same name. The second tensor replaces the first, which leaves a gap in the data.
+        // Two tensors have the same name. The second replaces the first, whose data then belongs to no tensor.
         file(None, &two("[0,4]", "[4,8]").replace("\"b\"", "\"a\""), 8),
     ]);
     for bytes in cases {

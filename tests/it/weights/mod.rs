@@ -1,6 +1,6 @@
-//! Tests of read-ahead, and of reads that several ranks share.
-//! In any loading order and with any limits, loaded tensors must equal the tensors in the file.
-//! Failed reads, failed allocations and panics must become errors.
+//! Tests of reading weights: ahead of use, with several threads, and together with other ranks.
+//! The values of the loaded tensors must not depend on how they are read.
+//! Failed reads, failed allocations and panics of read-ahead threads must become errors.
 
 mod compressed;
 mod dtypes;
@@ -32,11 +32,11 @@ use crate::support::gguf::models::saved;
 use crate::support::gguf::writer::Writer;
 use crate::support::{Random, golden, gpu, gpu_if_expected};
 
-/// A read-ahead target in host memory that counts its live allocations.
+/// An upload target in host memory that counts its live allocations.
 #[derive(Clone, Default)]
 struct Host {
     live: Arc<AtomicUsize>,
-    /// The size of the largest allocation that succeeds, in bytes.
+    /// The largest size that `allocate` accepts, in bytes. `None` means that there is no limit.
     limit: Option<usize>,
     panics: bool,
 }
@@ -99,7 +99,7 @@ impl UploadTarget for Host {
     }
 }
 
-/// Returns read-ahead options with tiny pieces and limits.
+/// Returns options with tiny pieces and a tiny read-ahead limit.
 fn small(threads: usize) -> ReadAheadOptions {
     ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
@@ -112,14 +112,14 @@ fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     folder
 }
 
-/// Returns random values that differ in each call.
+/// Returns a vector of random numbers, none of them negative. Each call returns other numbers.
 fn random(elements: usize, dtype: DType) -> Tensor {
     static SEED: AtomicU64 = AtomicU64::new(0);
     let values = Random(SEED.fetch_add(1, Ordering::Relaxed)).tensor(&[elements], DType::F32);
     (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Writes a checkpoint with tensors of four dtypes, with sizes below, around and above the default piece size.
+/// Writes a checkpoint with tensors of four dtypes. Their sizes are below, near and above the default piece size.
 fn mixed() -> TempDir {
     let sizes = [1, 2, 3, 4, 5, 100, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 11 << 20];
     let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U8];
@@ -136,7 +136,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Takes the tensors `names` from `weights` in this order, and compares them with tensors loaded without read-ahead.
+/// Takes tensors from `weights` in the order of `names`, and compares them with tensors loaded without read-ahead.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
     let progress = LoadProgress::silent();
     let plain = WeightsBuilder::new(checkpoint, &Device::Cpu, dtype, &progress).build().unwrap();
@@ -156,7 +156,7 @@ fn names(checkpoint: &Checkpoint) -> Vec<String> {
     checkpoint.tensors().map(|(name, _)| name.to_string()).collect()
 }
 
-/// Returns orders in which a model might load tensors: as given, reversed, shuffled, and each tensor twice.
+/// Returns four loading orders: as given, reversed, shuffled, and each tensor twice in a row.
 fn orders(names: &[String]) -> Vec<Vec<String>> {
     let reversed = names.iter().rev().cloned().collect();
     let far_apart = (0..names.len()).map(|i| names[i * 7919 % names.len()].clone()).collect();
@@ -243,8 +243,8 @@ fn tensors_on_a_gpu_equal_those_of_the_file() {
     }
 }
 
-/// The ranks read `short` and `whole` together. Each rank reads only its own columns of `long`, which has long rows,
-/// and only its own rows of `rows`.
+/// The ranks read `whole` and the short rows of `short` together.
+/// Each rank reads only its own columns of `long`, whose rows are long, and only its own rows of `rows`.
 #[test]
 fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
     let tensors = [("long", [7, 200_000]), ("short", [3000, 700]), ("rows", [4000, 300])];
@@ -294,7 +294,7 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
     }
 }
 
-/// Each rank converts some of the rows of a matrix and keeps some of the columns.
+/// Each rank converts some of the rows of a matrix and keeps its part of the columns, which may be empty.
 /// Each row is at least as long as the read window of `weights/reading/source.rs` (64 KiB),
 /// so that no thread reads more bytes than it converts.
 #[test]
@@ -316,14 +316,15 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
         (eight_bit.path(), down, None),
     ] {
         let checkpoint = Checkpoint::open(path).unwrap();
-        // Loads the matrix on `ranks` ranks. Each rank loads its own columns.
+        // Loads the matrix on `ranks` ranks, which divide its first 2048 columns and keep no others.
         let load = |ranks: usize, is_shared: bool| {
             on_ranks(ranks, |world| {
                 let progress = LoadProgress::silent();
                 let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
                 let weights = weights.quantize(target.map(|target| target.parse().unwrap()));
                 let weights = weights.world(world.clone()).share_reads(is_shared).build().unwrap();
-                // Q4_K is divided at multiples of 256 columns. With 8 · 256 columns, one of nine ranks gets none.
+                // A Q4_K matrix can be divided only between blocks of 256 columns. 2048 columns have 8 blocks,
+                // so one of nine ranks gets none.
                 let kept = world.share(2048, 256);
                 let parts = [(weights.at(module).columns(kept.clone(), columns), rows)];
                 match Weights::matrix(&parts, "weight", kept.len()).unwrap() {
@@ -340,13 +341,13 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
             // Each rank reads all scales of an 8-bit matrix.
             let scale_bytes = if path == eight_bit.path() { (ranks * rows * size_of::<f32>()) as u64 } else { 0 };
             let matrix_bytes = checkpoint.bytes() - scale_bytes / ranks as u64;
-            assert_eq!(read, matrix_bytes + scale_bytes, "wrong read size of {module} as {target:?} on {ranks} ranks");
-            assert!(parts == load(ranks, false), "wrong values of {module} as {target:?} on {ranks} ranks");
+            assert_eq!(read, matrix_bytes + scale_bytes, "bytes read of {module} as {target:?} on {ranks} ranks");
+            assert!(parts == load(ranks, false), "shared reads changed {module} as {target:?} on {ranks} ranks");
         }
     }
 }
 
-/// Writes a checkpoint with one int8 matrix, with a scale for each row.
+/// Writes a checkpoint with one int8 matrix and a scale for each of its rows.
 fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
     let folder = TempDir::new().unwrap();
     std::fs::copy(golden("compressed/int8_weights/config.json"), folder.path().join("config.json")).unwrap();
@@ -363,7 +364,7 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
 
 /// Loads a quantized GGUF tensor as floats.
 /// Each row is longer than the read window of `weights/reading/source.rs` (64 KiB).
-/// With shorter rows, a thread would also read rows that another thread dequantizes, and these bytes would count twice.
+/// With shorter rows, a thread could also read rows that another thread dequantizes, and these bytes would count twice.
 #[test]
 fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     let (rows, columns) = (33, 65_536);
@@ -389,7 +390,8 @@ fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     }
 }
 
-/// Reads the tensors in pieces that end inside rows and inside runs of columns.
+/// Loads a whole matrix, ranges of its rows, a range of its columns, and ranges of stacked vectors.
+/// Pieces of the whole matrix and of the row ranges end inside rows. All other pieces consist of whole rows.
 #[test]
 fn parts_read_by_several_threads_equal_parts_read_at_once() {
     let matrix = random(1000 * 700, DType::F32).reshape((1000, 700)).unwrap();
@@ -453,14 +455,15 @@ fn thousands_of_tiny_tensors_are_read() {
     }
 }
 
-/// Runs a function on another thread. Panics if it does not return within a minute.
+/// Runs a function on another thread. Panics if the function panics or does not return within a minute.
 fn in_time<R: Send + 'static>(run: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || sender.send(run()));
     receiver.recv_timeout(Duration::from_secs(60)).expect("the function timed out or panicked")
 }
 
-/// Writes three 40-byte tensors, calls `spoil` on the file, and returns the error from taking the second tensor.
+/// Opens a checkpoint with three 40-byte tensors, calls `spoil` on its file, and returns the error from taking the
+/// second tensor with read-ahead.
 fn take_middle_tensor<T: UploadTarget>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
     in_time(move || {
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));

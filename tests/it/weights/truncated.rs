@@ -1,4 +1,5 @@
-//! Tests of weights that another program truncates while inferno loads them. Loading must succeed or return an error.
+//! Tests of weights files that another program truncates while inferno loads them.
+//! Loading must not crash. If it fails, the error must name the file.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Read};
@@ -15,10 +16,10 @@ use crate::support::gguf::models::{demo_as_gguf, saved};
 use crate::support::program::{copy_of_demo, inferno};
 use crate::support::{Random, TestDevice, devices, golden};
 
-/// The number of times that the test loads each file format.
+/// The number of times that `disturb_loads` loads a model.
 const LOADS: usize = 12;
 
-/// Copies a golden model to a temporary folder. Returns the path of the model and the path of its weights.
+/// Copies a golden model to a temporary folder. Returns the path of the model and the path of its weights file.
 fn copy(name: &str) -> (TempDir, PathBuf, PathBuf) {
     let (from, folder) = (golden(name), TempDir::new().unwrap());
     if from.extension().is_some_and(|extension| extension == "gguf") {
@@ -37,7 +38,7 @@ fn truncate(path: &Path, bytes: u64) {
     OpenOptions::new().write(true).open(path).unwrap().set_len(bytes).unwrap();
 }
 
-/// Opens a model, truncates its weights, and returns the error from loading them, or `no error`.
+/// Opens a model, truncates its weights file to half the size, and returns the error from loading, or `no error`.
 fn load_after_truncation(name: &str, quantize: Option<&str>, (device, dtype): (&Device, DType)) -> String {
     let (_folder, model, weights_file) = copy(name);
     let config = models::read_config(&model).unwrap();
@@ -66,7 +67,7 @@ fn truncation_between_header_and_tensors_is_an_error(device: TestDevice) {
         for quantize in [None, Some("q8_0"), Some("int8")] {
             let error = load_after_truncation(name, quantize, (&device, dtype));
             let is_clear = error.contains(file) && error.contains("shorter than its header says");
-            assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: unclear error: {error}");
+            assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: expected an error about {file}, found {error}");
         }
     }
 }

@@ -1,6 +1,6 @@
-//! Tests with hostile GGUF files.
+//! Tests of invalid, truncated, very large and unusual GGUF files.
 //!
-//! Parsing an invalid file must fail within 10 s, with an error that names the invalid part.
+//! An invalid header must be rejected within 10 s, with an error that names the invalid part.
 
 use std::time::{Duration, Instant};
 
@@ -137,7 +137,7 @@ fn invalid_tensor_tables_are_errors() {
         (w().row("a".repeat(65), &[8], 0, 0), "tensor 1 of 1: the name has 65 bytes"),
         (w().row([0xc0, 0x80], &[8], 0, 0), "tensor 1 of 1: the name is not UTF-8"),
     ]);
-    // Unusual but valid headers: an empty tensor, no dimensions, gaps between tensors, a small alignment.
+    // Unusual but valid headers: an empty tensor, a tensor without dimensions, a gap between tensors, alignment 1.
     for writer in [
         w().row("a", &[0, 7], 0, 0),
         w().tensor("a", &[], 0, &[0; 4]),
@@ -165,8 +165,8 @@ fn too_many_layers_are_an_error() {
     }
 }
 
-/// Empty experts take no space, so a small file can declare huge shapes.
-/// The overflow check counts a dimension of length 0 as 1, so stacking empty experts with huge shapes overflows.
+/// Empty experts take no space, so a small file can declare huge shapes for them.
+/// The check for overflow counts a length of 0 as 1, so it must reject the stacked experts although they are empty.
 #[test]
 fn experts_with_too_many_elements_are_an_error() {
     let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
@@ -195,8 +195,8 @@ fn empty_tensor_with_huge_rows_loads() {
     assert_eq!(tensor.dims(), [0, 1 << 48]);
 }
 
-/// Parses a file with the maximum number of tensors and nearly the maximum number of keys.
-/// The file also has an array of a million strings.
+/// Parses a file with the maximum number of tensors and 60,001 metadata keys.
+/// The value of one key is an array of a million strings.
 #[test]
 fn large_valid_tables_parse_quickly() {
     let mut writer = Writer::new().strings("many", &vec!["x"; 1_000_000]);

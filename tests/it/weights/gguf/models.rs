@@ -1,6 +1,6 @@
 //! Tests of GGUF models: their logits, invalid files, and the demo model as a GGUF file.
 //!
-//! transformers computed the golden logits from the original checkpoints.
+//! Golden logits come from transformers, which ran the safetensors checkpoints that the tests convert to GGUF.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -68,7 +68,7 @@ fn rope_scaling_of_type_none_has_no_effect() {
     assert_ne!(scaled("linear"), logits(&unscaled), "the factor should have an effect with linear scaling");
 }
 
-/// Mixtral GGUF files from before spring 2024 have one tensor per expert matrix. They must still load.
+/// Mixtral GGUF files from before April 2024 have one tensor per expert matrix. They must still load.
 #[test]
 fn experts_in_separate_tensors_load() {
     let dir = golden("mixtral");
@@ -79,7 +79,7 @@ fn experts_in_separate_tensors_load() {
     assert!(error < 1e-5, "relative error of the logits: {error:e}");
 }
 
-/// The tolerance of the logits covers only the order of summation.
+/// Both files hold the same weights, so only the order of summation differs, and the logits differ only by rounding.
 /// `gguf/blocks.rs` and `quantized/mod.rs` check dequantized values bit for bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
@@ -176,7 +176,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// No converter writes gpt-oss files with one tensor per expert matrix, so inferno does not support them.
+/// No known converter writes gpt-oss files with one tensor per expert matrix, so inferno does not support them.
 #[test]
 fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);

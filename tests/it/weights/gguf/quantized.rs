@@ -1,6 +1,6 @@
-//! Compares the logits of quantized GGUF files with the logits of transformers.
+//! Compares the logits of quantized GGUF files with those of transformers, and checks the memory size of the weights.
 //!
-//! `tests/golden/make_gguf_quantized.py` writes the files, and runs transformers on the dequantized weights.
+//! `tests/golden/make_gguf_quantized.py` wrote the files, and ran transformers on the dequantized weights.
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
@@ -36,8 +36,8 @@ fn logits_of_quantized_files_agree_with_transformers((family, device): (&str, Te
     let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, None);
     assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes());
     if dtype == DType::F32 {
-        // With dtype f32, tensors take as many bytes in memory as in the file: quantized tensors stay quantized.
-        // The exception is an expert layer whose gate and up projections have different types: both become f32.
+        // Quantized tensors stay quantized, and all other tensors are F32, so the sizes in memory and in the file are
+        // equal. The exception is an MoE layer whose gate and up projections have different types: both become f32.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family));

@@ -1,5 +1,5 @@
 //! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`.
-//! `tiny.json` holds the contents of `tiny.gguf` as the package reads them.
+//! `tiny.json` holds the metadata and the tensor table of `tiny.gguf` as the package reads them.
 
 use inferno::weights::Residency;
 use inferno::weights::gguf::{GgufCheckpoint, GgufMetadata, Value, ValueType};

@@ -1,5 +1,7 @@
-//! Compares tokenizers built from GGUF metadata with llama.cpp's test vectors and with tokenizer.json.
-//! Tests of published tokenizers need `INFERNO_FIXTURES`.
+//! Tests of tokenizers that are built from GGUF metadata.
+//!
+//! Tests of published tokenizers need `INFERNO_FIXTURES`. They compare the token ids with llama.cpp's test vectors,
+//! with tokenizer.json and with a reference implementation of SentencePiece.
 
 use std::collections::HashMap;
 use std::fs;
@@ -29,7 +31,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     let mut checked = 0;
     for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
         let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-        // llama.cpp's expected ids have no BOS. `ControlTokens::Text` adds none.
+        // llama.cpp's expected ids have no BOS, and `ControlTokens::Text` adds none.
         assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{name}: {text:?}");
         checked += 1;
     }
@@ -72,7 +74,7 @@ fn converted_vocabularies_agree_with_llama_cpp() {
     check_vectors("llama-spm", &fixtures, &tokenizer(&tinyllama.sentencepiece(&llama2_scores(&tinyllama))));
 }
 
-/// Reconstructs the scores in Llama 2's tokenizer.model from the token ids.
+/// Computes the scores in Llama 2's tokenizer.model from the token ids, because tokenizer.json has no scores.
 /// The score of a piece is 259 minus its id, or -1e9 if the piece consists only of spaces (`▁`).
 /// Control tokens and byte tokens have a score of 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
@@ -84,8 +86,8 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
 }
 
 /// Returns the token ids of `text`, computed by a slow reference implementation of SentencePiece.
-/// Each merge takes the adjacent pair whose piece has the highest score. Ties go to the leftmost pair.
-/// Characters that are not pieces become byte tokens.
+/// Each merge joins the adjacent pair whose joined piece has the highest score. Ties go to the leftmost pair.
+/// A character that is not a piece becomes one byte token for each of its bytes.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =
         model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
@@ -114,7 +116,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
 }
 
 /// Compares the tokenizer's ids with the ids that [`sentencepiece_reference`] computes.
-/// Runs of spaces test ties, because in Llama 2, all pieces of spaces have the same score.
+/// Runs of spaces test ties, because pieces that consist of spaces all have the same score in both vocabularies.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
@@ -220,7 +222,7 @@ const TEXTS: &[&str] = &[
     "é e\u{301} ｆｕｌｌ \u{200d}\u{feff}\u{0}",
 ];
 
-/// Compares a tokenizer built from Mistral's tokenizer.model with Mistral's tokenizer.json.
+/// Converts Mistral's tokenizer.model to GGUF metadata, and compares the tokenizer with Mistral's tokenizer.json.
 #[test(fixtures)]
 fn sentencepiece_model_agrees_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -232,11 +234,12 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for text in TEXTS.iter().copied().chain([readme.as_str(), "<s>", "[INST] a", "x</s>y"]) {
         for controls in [ControlTokens::Text, ControlTokens::Default] {
-            // Like llama.cpp, inferno adds a space after a control token, but Mistral's tokenizer.json adds none.
+            // Skip texts for which the tokenizers differ. For GGUF files, inferno adds a space after a control token,
+            // like llama.cpp. Mistral's tokenizer.json adds none.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // Like SentencePiece, inferno adds a space before text that starts with a space,
-            // but Mistral's tokenizer.json adds none.
+            // For GGUF files, inferno also adds a space before a text that starts with one, like SentencePiece.
+            // Mistral's tokenizer.json adds none.
             if has_controls || text.starts_with(' ') {
                 continue;
             }
@@ -245,13 +248,13 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
             assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{text:?}");
         }
     }
-    // Like llama.cpp, inferno adds a space before text that follows a control token.
+    // Check the space that the GGUF tokenizer adds after a control token.
     let ids = ours.encode("x</s>y", ControlTokens::Parse).unwrap();
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
 /// All added tokens of Phi-3 except three absorb the whitespace that follows. GGUF has no key for this property,
-/// so inferno applies it to GGUF files with the architecture `phi3`.
+/// so inferno assumes it for GGUF files with the architecture `phi3` and a SentencePiece vocabulary.
 #[test(fixtures)]
 fn added_tokens_of_phi_3_absorb_whitespace() {
     let folder = fixtures().join("phi-3-mini");
@@ -266,7 +269,7 @@ fn added_tokens_of_phi_3_absorb_whitespace() {
     ] {
         let want = theirs.encode(text, ControlTokens::Parse).unwrap();
         assert_eq!(ours.encode(text, ControlTokens::Parse).unwrap(), want, "{text:?}");
-        // With `ControlTokens::Text`, control tokens absorb no whitespace, so text from users keeps its whitespace.
+        // `ControlTokens::Text` encodes control tokens as ordinary text, so they absorb no whitespace.
         let want = theirs.encode(text, ControlTokens::Text).unwrap();
         assert_eq!(ours.encode(text, ControlTokens::Text).unwrap(), want, "{text:?}");
     }
@@ -485,8 +488,8 @@ fn invalid_vocabularies_are_errors() {
         (merged("a "), "must be two tokens separated by a space"),
         (merged(""), "must be two tokens separated by a space"),
         (merged("a b"), "tokenizer.ggml.merges[0]: 'a b' needs a token that is not in the vocabulary"),
-        // The `tokenizers` crate can panic if the parts of a merge together are longer than every token.
-        // inferno must reject such merges first.
+        // The `tokenizers` crate can panic if the result of a merge is longer than every token,
+        // so inferno must reject such a merge first. Here, the parts are not in the vocabulary either.
         (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "needs a token that is not in the vocabulary"),
         (
             good().u32(&key("bos_token_id"), 256),
