@@ -17,7 +17,8 @@ pub enum Error {
     #[error("{0}")]
     GpuFailed(String),
 
-    #[error("cannot find model '{}': it is not on this machine\n  {hint}", escaped(model))]
+    /// `hint` says why the model was not found, and what to do.
+    #[error("cannot find model '{}': {hint}", escaped(model))]
     ModelNotFound { model: String, hint: String },
 
     #[error(

@@ -42,7 +42,10 @@ def make_models(folder):
 
 
 def small_tokenizer(size):
-    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Cuts lowercase letters last."""
+    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens.
+
+    Cuts `<|endoftext|>`, the lowercase letters and a few other tokens last.
+    """
     tokenizer = json.loads((ROOT / "tests/golden/trained/tokenizer.json").read_text())
     model = tokenizer["model"]
     first = {token: index for index, token in enumerate(["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz.Ġ", "in", "th"])}

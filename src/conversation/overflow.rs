@@ -20,7 +20,7 @@ pub enum Overflow {
 /// The error of [`Overflow::DropOldest`] with a server that does not count tokens or report its context length.
 /// Callers add how to select [`Overflow::Stop`]: with `/set` in the chat, with a flag on the command line.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot drop the oldest messages: the server must count tokens and report its context")]
+#[error("cannot drop the oldest messages: the server does not count tokens or does not report its context length")]
 pub struct CannotDropOldest;
 
 impl FromStr for Overflow {

@@ -79,7 +79,7 @@ pub(super) fn bytes_below(dir: &Path) -> u64 {
     files_below(dir).iter().map(|path| file_bytes(path)).sum()
 }
 
-/// Returns the size of a file in bytes. Returns 0 for a symlink, because its target is counted separately.
+/// Returns the size of a file in bytes, or 0 for a symlink, because deleting it does not free its target.
 pub(super) fn file_bytes(path: &Path) -> u64 {
     path.symlink_metadata().ok().filter(|data| data.is_file()).map_or(0, |data| data.len())
 }

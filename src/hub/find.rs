@@ -14,6 +14,14 @@ use super::snapshot::{Snapshot, SnapshotSource};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
+/// The first part of a hint of [`Error::ModelNotFound`].
+const NOT_HERE: &str = "it is not on this machine";
+
+/// Returns the hint of [`Error::ModelNotFound`] if a command for models on this machine cannot find one.
+pub(super) fn list_hint() -> String {
+    format!("{NOT_HERE}\n  list the models on this machine: inferno list")
+}
+
 /// A model with missing files.
 pub struct IncompleteModel {
     pub name: String,
@@ -95,10 +103,10 @@ impl Hub {
         let nearest =
             nearest.map(|name| format!("\n  did you mean '{name}', which is on this machine?")).unwrap_or_default();
         if name.contains('/') {
-            format!("inferno download {}{revision_flag}{nearest}", with_tag(name))
+            format!("{NOT_HERE}\n  inferno download {}{revision_flag}{nearest}", with_tag(name))
         } else {
             let name = with_tag(&format!("ORG/{name}"));
-            format!("inferno download {name}{revision_flag}, where ORG is the organization{nearest}")
+            format!("{NOT_HERE}\n  inferno download {name}{revision_flag}, where ORG is the organization{nearest}")
         }
     }
 
@@ -184,7 +192,7 @@ impl Hub {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {
             1 => return Ok(()),
-            0 => "list the models on this machine: inferno list".to_string(),
+            0 => list_hint(),
             _ => format!(
                 "several models have similar names; type one of them: {}",
                 Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")

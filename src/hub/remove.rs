@@ -8,16 +8,12 @@ use anyhow::Result;
 use super::cache::RepoDir;
 use super::client::Hub;
 use super::deletion::{bytes_below, linked_blobs, read_dir, remove_dir, remove_file, walk};
+use super::find::list_hint;
 use super::progress::Progress;
 use super::{demo, names};
 use crate::error::Error;
 use crate::files;
 use crate::snapshot::{gguf, is_weights_file};
-
-/// Returns the hint of [`Error::ModelNotFound`] if inferno's own cache lacks the requested revision or tag.
-fn list_hint() -> String {
-    "list the models on this machine: inferno list".to_string()
-}
 
 /// The result of removing a model.
 #[derive(Debug, PartialEq, Eq)]

@@ -44,7 +44,10 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
         let (bias_dtype, y_dtype) = (bias.dtype(), y.dtype());
         let (bias, y) = (bias.dims(), y.dims());
-        bail!("cannot add a bias: inputs must be F32 and match: y {y_dtype:?} {y:?}, bias {bias_dtype:?} {bias:?}");
+        bail!(
+            "cannot add a bias: y and bias must be F32, and bias must have a value for each column: \
+             y {y_dtype:?} {y:?}, bias {bias_dtype:?} {bias:?}"
+        );
     }
     match y.device() {
         Device::Cpu => y.broadcast_add(bias),

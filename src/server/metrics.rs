@@ -348,9 +348,9 @@ impl VllmMetrics {
     }
 
     fn update(&self, stats: &EngineStats) {
-        // The label `capacity` counts all waiting sequences. They wait for free KV cache blocks, for a place among the
-        // `--max-sequences` running sequences, for room in the token budget of a step, or for the prefill of a prompt
-        // that they share with another answer.
+        // All waiting sequences count under the reason `capacity`. They wait for free KV cache blocks, for a place among
+        // the `--max-sequences` running sequences, for room in the token budget of a step, or for the prefill of a
+        // prompt that they share with another answer.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
         for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {

@@ -49,8 +49,8 @@ pub fn is_foreground() -> bool {
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
     // Another thread may receive the signal first, so wait until this thread is stopped as well.
-    // A fatal signal that arrives while the program is stopped normally ends it here, before the caller changes the
-    // modes again.
+    // If a fatal signal arrives while the program is stopped, the program usually ends here, before the caller changes
+    // the modes again.
     std::thread::sleep(Duration::from_millis(100));
 }
 

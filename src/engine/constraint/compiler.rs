@@ -199,7 +199,7 @@ pub fn check_optional<'s>(name: &str, schemas: impl Iterator<Item = &'s Value>) 
 pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
     // A line that starts with `<` begins llguidance's debugging details, such as a backtrace.
     let problem = problem.split("\n<").next().unwrap_or_default().trim();
-    let problem = if problem == NOTHING_ALLOWED { "no text matches the grammar" } else { problem };
+    let problem = if problem == NOTHING_ALLOWED { "the grammar allows no next token" } else { problem };
     let reason: String = problem.chars().take(MAX_REASON).collect();
     Error::InvalidConstraint { name: name.to_string(), reason }.into()
 }

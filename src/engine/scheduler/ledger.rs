@@ -69,7 +69,8 @@ impl TenantLedger {
         self.accounts.retain(|_, account| account.sequences > 0 || account.served > served);
     }
 
-    /// Returns the turn of a tenant's sequence, given the tokens served to the tenant so far.
+    /// Returns the turn of a tenant's sequence with this seniority,
+    /// from the weighted number of tokens served to the tenant.
     pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> SchedulingTurn {
         SchedulingTurn::new(self.served(tenant), seniority)
     }

@@ -9,7 +9,7 @@
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability, and
 //   truncates them to multiples of 2^-40. It therefore never chooses a token with a relative probability below 2^-40.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary between two tokens.
-// - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
+// - nvcc fuses multiplications and additions, so penalized logits can differ by rounding errors.
 //
 // A launch has at most one block per multiprocessor, so all blocks can run at the same time and wait for each other.
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.

@@ -296,7 +296,7 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 __device__ __forceinline__ int word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Multiplies one group of ROWS rows by the same group of an integer input, and adds the products to `sum`.
+// Multiplies one group of each of ROWS rows by the same group of an integer input, and adds the products to `sum`.
 // Applies all scales except row scales.
 template <int F, int ROWS>
 __device__ __forceinline__ void multiply_integers(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,

@@ -204,7 +204,7 @@ template <typename T, int N> struct Block {
         start_tile();
         RawGroup raw[4], next[4];
         const auto load_next = [&] {
-            // Past the last group, x is zero. The lane then loads the last group, because any weights will do.
+            // Past the last group, x is zero. The lane then loads the row's last group again, whose products are zero.
             const int group = min(load_step * STEP_GROUPS + lane % 4, groups - 1);
 #pragma unroll
             for (int r = 0; r < 4; ++r) load_group<F>(next[r], matrix, first_group[r] + group);

@@ -134,7 +134,8 @@ pub fn edit_rows(
     };
     if !rows.iter().all(is_valid) || (logits.dtype(), tokens.dtype()) != (DType::F32, DType::U32) {
         bail!(
-            "cannot edit logits {:?} {:?} with tokens {:?} {:?}: wrong dtypes, or invalid or repeated rows",
+            "cannot edit logits {:?} {:?} with tokens {:?} {:?}: wrong dtypes, a repeated row, \
+             or a row or in-flight index out of range",
             logits.dtype(),
             logits.shape(),
             tokens.dtype(),

@@ -17,7 +17,8 @@ pub struct StepSequence<'s> {
     /// If true, `ids` holds a single placeholder.
     pub awaits_input: bool,
     /// The position of the first input token.
-    /// The keys and values of all earlier positions are in the cache, or earlier queued steps write them.
+    /// The keys and values of all earlier positions to which these tokens attend are in the cache,
+    /// or earlier queued steps write them.
     pub position: usize,
     /// The block tables of the sequence. They cover at least all positions up to the last input token.
     pub tables: &'s BlockTables,

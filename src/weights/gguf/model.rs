@@ -216,7 +216,7 @@ impl GgufModel {
         let per_block = match tensor.transform {
             Transform::Mxfp4Elements => 16,
             Transform::Mxfp4Scales => 1,
-            _ => bail!("tensor {name} is not packed"),
+            _ => bail!("cannot load tensor {name} as MXFP4: it has another format"),
         };
         let row_bytes = (rows.columns / GgmlType::Mxfp4.block_length() * per_block).max(1);
         let shape = (tensor.info.elements() / row_bytes, row_bytes);

@@ -43,7 +43,8 @@ pub struct ReadAheadOptions {
     /// The maximum number of bytes that a thread reads and copies at a time.
     /// A [`PartReader`](super::PartReader) that reads whole rows may exceed it.
     pub piece_bytes: usize,
-    /// The read-ahead limit: the maximum total size of temporary tensors that were read but not yet taken, in bytes.
+    /// The read-ahead limit in bytes: the maximum total size of temporary tensors that are being read, or were read but
+    /// not yet taken.
     /// A requested tensor may exceed the limit.
     /// A temporary tensor larger than the limit is read ahead only if no other one is waiting to be taken.
     pub ahead_bytes: usize,

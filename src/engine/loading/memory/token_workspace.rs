@@ -7,7 +7,8 @@ pub(super) const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
 /// Returns an upper bound on the activation memory per token of a chunk, in bytes.
 ///
-/// Activation memory peaks in the MLP. With b bytes per element of `dtype`, the bound is the sum of these sizes:
+/// Activation memory peaks in the MLP. With b bytes per element of `dtype`, the bound is the sum of these sizes, or
+/// `MIN_WORKSPACE_BYTES_PER_TOKEN` if that is more:
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
 /// - activation(gate) · up in `dtype`, and a quantized copy for some weight formats: 2b · intermediate
