@@ -46,8 +46,10 @@ use engine_loop::{Counters, EngineCommand, EngineLoop, StopGuard};
 use handle::SharedEngineState;
 use rank_failure::RankFailure;
 
+pub use crate::nn::kv_cache::BLOCK_TOKENS;
 #[doc(hidden)]
 pub use crate::runner::RankFault;
+pub use crate::runner::TokenLogprobs;
 pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
 pub use engine_loop::EngineStats;
 pub(crate) use engine_loop::{EngineHistograms, HistogramStats};

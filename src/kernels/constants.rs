@@ -314,6 +314,12 @@ pub const QUANTIZATION_INT8_STATIC: usize = 4;
 
 // Kernels of a decode step (`decode/`).
 
+/// The words of the buffer `state` of the decode graph: the position of the current token, the token, and the number of
+/// finished steps. The fourth word is unused.
+pub const STATE_POSITION: usize = 0;
+pub const STATE_TOKEN: usize = 1;
+pub const STATE_STEPS: usize = 2;
+
 /// The maximum number of warps per block in decode kernels that multiply by bf16 or f16 weights.
 /// Every block reads the whole input vector. Few large blocks therefore read less in total than many small blocks.
 pub const DECODE_MAX_WARPS: usize = 24;

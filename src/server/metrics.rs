@@ -13,8 +13,7 @@ use prometheus::{
 };
 
 use crate::chat::{FormatViolation, FormatViolations};
-use crate::engine::{EngineHandle, EngineHistograms, EngineStats, HistogramStats, Summary};
-use crate::nn::kv_cache::BLOCK_TOKENS;
+use crate::engine::{BLOCK_TOKENS, EngineHandle, EngineHistograms, EngineStats, HistogramStats, Summary};
 
 /// The name prefix of inferno's metrics.
 const PREFIX: &str = "inferno_";

@@ -133,10 +133,10 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
         x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
     if (threadIdx.x == 0) {
-        const uint32_t steps = state[2];
+        const uint32_t steps = state[STATE_STEPS];
         mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
         __threadfence_system();
-        state[0] += 1, state[1] = token, state[2] = steps + 1;
+        state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
     }
 }
 
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(256)
     pdl_wait();
     pdl_launch_dependents();
     if (8 * i >= columns) return;
-    const int row = __ldcg(state + 1);
+    const int row = __ldcg(state + STATE_TOKEN);
     with_format(embedding.matrices[0].format, [&](auto format) {
         const EightValues v =
             dequantize8<decltype(format)::value>(embedding.matrices[0], row, i / 4, i % 4, (columns + 31) / 32);

@@ -14,6 +14,7 @@
 //! Two buffers of [`StepBuffers`] carry data from one step to the next:
 //! - `x`: the residual stream, f32 `[hidden]`; between steps, the embedding of the next input token
 //! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
+//!   (the `STATE_` constants)
 //!
 //! In the CUDA files, `T` is the compute dtype of the model: bf16 or f16.
 //! Tests compare these kernels with the eager decoder (`tests/it/runner/decode_graph.rs`).

@@ -83,7 +83,7 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, scratch);
-    const int position = __ldcg(state);
+    const int position = __ldcg(state + STATE_POSITION);
     const uint32_t row_in_cache = cache_row(qkv.table, position);
     while (stream.has_unit()) {
         const QkvPair<T> pair(qkv, stream.unit, position);
@@ -109,7 +109,7 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
-    const int position = __ldcg(state);
+    const int position = __ldcg(state + STATE_POSITION);
     const uint32_t row_in_cache = cache_row(qkv.table, position);
     while (stream.has_unit()) {
         const QkvPair<T> pair(qkv, stream.unit, position);
@@ -134,7 +134,7 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
     pdl_wait();
     pdl_launch_dependents();
     if (head >= heads + kv_heads) return;
-    const int position = __ldcg(state);
+    const int position = __ldcg(state + STATE_POSITION);
     const float *x = raw + (size_t)head * head_dim, *weight = head < heads ? q_norm : k_norm;
     const float *c = cos + (size_t)position * half, *s = sin + (size_t)position * half;
     T* out = head < heads ? q + (size_t)head * head_dim

@@ -240,7 +240,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     __shared__ unsigned long long warps[32];
     pdl_wait();
     const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
-    const uint32_t steps = __ldcg(state + 2);  // read before a block can finish and increment state[2]
+    const uint32_t steps = __ldcg(state + STATE_STEPS);  // read before a block can finish and increment it
     const OwnIds own(vocab);
     uint32_t expected = 0;
     float values[SAMPLE_IDS_PER_THREAD];
@@ -273,7 +273,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
             if (has_penalty(params)) seen[token] = max(seen[token], 1u) + 1;
             mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
             __threadfence_system();
-            state[0] += 1, state[1] = token, state[2] = steps + 1;
+            state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
         }
     }
     reset_scratch(scratch);

@@ -5,8 +5,7 @@
 use serde::Serialize;
 
 use crate::chat::{Channel, Delta, ToolCall};
-use crate::engine::{Event, FinishReason, Summary};
-use crate::runner::TokenLogprobs;
+use crate::engine::{Event, FinishReason, Summary, TokenLogprobs};
 use crate::server::ids;
 use crate::tokenizer::Tokenizer;
 

@@ -7,7 +7,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use crate::nn::kv_cache::BLOCK_TOKENS;
+use crate::engine::BLOCK_TOKENS;
 use crate::server::generation::{check_answer_count, reply};
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;

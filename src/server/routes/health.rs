@@ -9,7 +9,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 use serde::Serialize;
 
-use crate::nn::kv_cache::BLOCK_TOKENS;
+use crate::engine::BLOCK_TOKENS;
 use crate::server::http::body::json_response;
 use crate::server::http::error::{ApiError, RETRY_LATER};
 use crate::server::metrics::cache_usage;

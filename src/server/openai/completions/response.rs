@@ -2,8 +2,7 @@
 
 use serde::{Serialize, Serializer};
 
-use crate::engine::ScoredPrompt;
-use crate::runner::TokenLogprobs;
+use crate::engine::{ScoredPrompt, TokenLogprobs};
 use crate::server::generation::choice::{Finish, ScoredToken, finite_logprob};
 use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::usage::Usage;
