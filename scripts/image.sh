@@ -67,7 +67,7 @@ if [ -z "$base" ]; then
 fi
 
 echo "== building $tag from $base"
-# This folder replaces the stage `build` of the Dockerfile. The last stage copies the program and the libraries from it.
+# $scratch/stage replaces the Dockerfile's stage `build`: the last stage copies the program and the libraries from it.
 mkdir -p "$scratch/stage/out/lib"
 cp "$program" "$scratch/stage/out/inferno"
 if [ -n "$cuda" ]; then

@@ -7,7 +7,8 @@ use candle_core::Tensor;
 
 use crate::kernels;
 
-/// Counts the bytes of the loaded tensors, and collects their names. Reports the bytes in the files to a callback.
+/// Counts the bytes that the loaded tensors take in the files and in memory, and collects the names of the tensors.
+/// Reports the number of bytes in the files to a callback.
 pub struct LoadProgress<'p> {
     read_bytes: Cell<u64>,
     resident_bytes: Cell<u64>,

@@ -83,7 +83,7 @@ pub struct MemoryNeeds {
     /// Temporary memory for loading, in addition to the weights. Freed before the KV cache is allocated.
     pub loading_bytes: u64,
     pub total_bytes: u64,
-    /// Whether the GPU has `total_bytes` of free memory. `None` without a GPU.
+    /// Whether this machine's first GPU has `total_bytes` of free memory. `None` without a GPU.
     pub fits: Option<bool>,
     /// The longest context that fits. `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,

@@ -279,7 +279,8 @@ impl BatchGraph {
     }
 
     /// Checks the inputs of the padded batch, and updates `self.known`.
-    /// Returns the token ids, positions and slots of the batch, and the changes to its other inputs.
+    /// Returns the token ids of the batch or where the GPU finds them, the positions, the slots, and the changes to the
+    /// other inputs.
     fn inputs(
         &mut self,
         decoder: &Decoder,

@@ -55,7 +55,8 @@ pub struct QueuedStepBuffers {
     mailbox: Arc<HostMailbox>,
     /// The log probabilities: `MAX_SEQUENCES` · `LOGPROBS_SLOTS` mailbox slots for each of `DEPTH` steps.
     logprobs: Arc<HostMailbox>,
-    /// The inputs, sampling parameters and edits: `SLOT_WORDS` words in host memory for each of `SLOTS` steps.
+    /// The inputs, the sampling parameters, the rows with log probabilities and the edits: `SLOT_WORDS` words in host
+    /// memory for each of `SLOTS` steps.
     host: Arc<HostWords>,
     /// The number of steps counted so far, which is the index of the next step.
     steps: usize,

@@ -95,7 +95,8 @@ impl SafetensorsCheckpoint {
             let shape = self.view(&format!("{module}.weight_shape"))?;
             if shape.info.bytes() != 16 {
                 bail!(
-                    "tensor {module}.weight_shape: expected 16 bytes (two I64 values), found another size (shape {:?})",
+                    "tensor {module}.weight_shape: expected 16 bytes (two I64 values), found {} bytes (shape {:?})",
+                    shape.info.bytes(),
                     shape.info.shape
                 );
             }

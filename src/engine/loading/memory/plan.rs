@@ -1,4 +1,4 @@
-//! [`MemoryPlan`]: what determines the memory that a model needs: the model, its device, and the user's options.
+//! [`MemoryPlan`] and its constructors: the memory that a model needs, given its device and the user's options.
 
 use std::sync::Arc;
 
