@@ -221,8 +221,8 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
     Ok(())
 }
 
-/// Returns the type of both inputs of 8-bit products with a matrix. Returns `None` if the matrix has no input quantization, or
-/// if its format, its number of rows or the GPU does not support 8-bit products.
+/// Returns the type of both inputs of 8-bit products with a matrix. Returns `None` if the matrix has no input
+/// quantization, or if its format, its number of rows or the GPU does not support 8-bit products.
 fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.

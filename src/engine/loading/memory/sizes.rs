@@ -40,8 +40,8 @@ impl MemoryPlan {
         self.layout.peak_blocks(context, 1)
     }
 
-    /// Returns how many full-context sequences fit if the KV cache gets all of the device's free memory, except for
-    /// the weights and the workspace for several sequences.
+    /// Returns how many full-context sequences fit if the KV cache gets all free memory of the device that remains after
+    /// the weights and the workspace. The workspace includes the memory for steps with several sequences.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let workspace_bytes = self.clone().with_limit(device.free_bytes).workspace_bytes(capacity);
         let other_bytes = self.weight_bytes.saturating_add(workspace_bytes);
