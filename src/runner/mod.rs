@@ -47,7 +47,7 @@ use step::{StepExecutor, StepFacts, StepTimes, route};
 pub use decode_graph::NoDecodeGraph;
 pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
 pub use queued_steps::QueuedStep;
-pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};
+pub use ranks::{PANIC, RankCache, RankFault, RankModel, failure};
 pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
 pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence, StepTime, TokensToScore};
 
@@ -85,7 +85,7 @@ impl Runner {
         device: Device,
         options: RunnerOptions,
     ) -> Result<Self> {
-        let parts = RankParts { decoder, cache };
+        let parts = RankModel { decoder, cache };
         Self::with_ranks(World::alone(), parts, Vec::new(), limits, device, options)
     }
 
@@ -96,13 +96,13 @@ impl Runner {
     /// All KV caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
     pub fn with_ranks(
         world: World,
-        parts: RankParts,
-        others: Vec<(World, RankParts)>,
+        parts: RankModel,
+        others: Vec<(World, RankModel)>,
         limits: RunnerLimits,
         device: Device,
         options: RunnerOptions,
     ) -> Result<Self> {
-        let RankParts { decoder, cache } = parts;
+        let RankModel { decoder, cache } = parts;
         let ranks = RankGroup::start(world, others, limits, options)?;
         let decode_graph = plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);

@@ -19,7 +19,7 @@ pub const SHARE_COLUMNS: usize = 32;
 
 /// The part of a model that one rank holds if every layer is divided.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RankPart {
+pub struct RankShare {
     /// The size of the loaded weights in memory, in bytes.
     pub weight_bytes: u64,
     /// The number of KV heads that the rank holds in each layer.
@@ -99,7 +99,7 @@ impl InventoryTensor {
 impl Inventory {
     /// Returns the part of the model that each of `ranks` ranks holds if every layer is divided.
     /// `kv_heads` has the number of KV heads of each layer.
-    pub fn rank_parts(&self, kv_heads: &[usize], ranks: usize, dtype: DType) -> Vec<RankPart> {
+    pub fn rank_shares(&self, kv_heads: &[usize], ranks: usize, dtype: DType) -> Vec<RankShare> {
         let mut layers: Vec<LayerUnits> =
             kv_heads.iter().map(|&kv_heads| LayerUnits { kv_heads, ..LayerUnits::default() }).collect();
         let mut vocabulary: Option<usize> = None;
@@ -137,7 +137,7 @@ impl Inventory {
                     None => tensor.loaded_bytes(dtype),
                 });
             }
-            RankPart { weight_bytes, kv_heads: layers.iter().map(|layer| layer.kv_share(rank, ranks)).collect() }
+            RankShare { weight_bytes, kv_heads: layers.iter().map(|layer| layer.kv_share(rank, ranks)).collect() }
         };
         (0..ranks).map(part).collect()
     }

@@ -16,7 +16,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::kernels::exchange::{self, ExchangePath};
 use crate::models::ModelConfig;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::{MAX_SEQUENCES, PANIC, RankParts, failure};
+use crate::runner::{MAX_SEQUENCES, PANIC, RankModel, failure};
 use crate::text::{error_message, plain_cuda_errors};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, WeightsBuilder};
@@ -51,16 +51,16 @@ pub(super) struct LoadedRanks {
     /// The world of the first rank.
     pub world: World,
     /// The decoder and the KV cache of the first rank.
-    pub parts: RankParts,
+    pub parts: RankModel,
     /// The worlds and the parts of all other ranks.
-    pub others: Vec<(World, RankParts)>,
+    pub others: Vec<(World, RankModel)>,
     pub attention: AttentionBackend,
     /// The time to allocate the KV cache of the first rank, in seconds.
     pub cache_s: f64,
 }
 
 struct LoadedRank {
-    parts: RankParts,
+    parts: RankModel,
     attention: AttentionBackend,
     cache_s: f64,
 }
@@ -82,7 +82,7 @@ impl RankLoader<'_> {
         });
         let world = worlds.next().unwrap_or_default();
         let others: Vec<_> = worlds.zip(devices.iter().skip(1)).collect();
-        let load_other = |(world, choice): (World, DeviceChoice)| -> Result<(World, RankParts)> {
+        let load_other = |(world, choice): (World, DeviceChoice)| -> Result<(World, RankModel)> {
             let (world, LoadedRank { parts, .. }) = self.load_other(world, choice)?;
             Ok((world, parts))
         };
@@ -129,7 +129,7 @@ impl RankLoader<'_> {
         if self.warm_up {
             decoder.load_product_kernels(self.chunk, MAX_SEQUENCES.min(self.chunk))?;
         }
-        Ok((world, LoadedRank { parts: RankParts { decoder, cache }, attention, cache_s }))
+        Ok((world, LoadedRank { parts: RankModel { decoder, cache }, attention, cache_s }))
     }
 }
 

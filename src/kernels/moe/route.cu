@@ -69,14 +69,14 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
     __syncwarp();
-    constexpr int BATCH = 4;  // loads per lane that are in flight at the same time
-    for (int base = first + lane; base - lane < end; base += 32 * BATCH) {
-        uint32_t words[BATCH];
+    constexpr int LOADS = 4;  // loads per lane that are in flight at the same time
+    for (int base = first + lane; base - lane < end; base += 32 * LOADS) {
+        uint32_t words[LOADS];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
+        for (int i = 0; i < LOADS; ++i)
             if (base + 32 * i < end) words[i] = load_chosen(base + 32 * i);
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
+        for (int i = 0; i < LOADS; ++i) {
             const int p = base + 32 * i;
             if (p >= end) continue;
             while (words[i] == 0) words[i] = load_chosen(p);

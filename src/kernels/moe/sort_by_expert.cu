@@ -11,16 +11,16 @@
 #include "headers/pdl.cuh"
 
 // The number of ids that a thread loads before it uses the first id, so that its loads overlap.
-constexpr int BATCH = 8;
+constexpr int LOADS = 8;
 
 // Calls `use(p, ids[p])` for all pairs p from `first` to `end` - 1. The threads of the block divide the calls.
 template <typename Use> __device__ __forceinline__ void each_pair(const uint32_t* ids, int first, int end, Use use) {
-    for (int start = first + threadIdx.x; start < end; start += BATCH * blockDim.x) {
-        uint32_t loaded[BATCH];
+    for (int start = first + threadIdx.x; start < end; start += LOADS * blockDim.x) {
+        uint32_t loaded[LOADS];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) loaded[i] = ids[min(start + i * (int)blockDim.x, end - 1)];
+        for (int i = 0; i < LOADS; ++i) loaded[i] = ids[min(start + i * (int)blockDim.x, end - 1)];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
+        for (int i = 0; i < LOADS; ++i)
             if (start + i * (int)blockDim.x < end) use(start + i * blockDim.x, loaded[i]);
     }
 }

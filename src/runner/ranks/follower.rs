@@ -19,7 +19,7 @@ use crate::text::error_message;
 use crate::world::World;
 
 /// The part of a model that one rank holds, and the rank's KV cache.
-pub struct RankParts {
+pub struct RankModel {
     pub decoder: Decoder,
     pub cache: KvCache,
 }
@@ -28,7 +28,7 @@ pub struct RankParts {
 /// If this rank fails or panics, ends the world.
 pub fn follow(
     world: &World,
-    parts: RankParts,
+    parts: RankModel,
     commands: &Receiver<RankCommand>,
     limits: RunnerLimits,
     options: RunnerOptions,
@@ -75,8 +75,8 @@ struct Follower {
 }
 
 impl Follower {
-    fn new(world: World, parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
-        let RankParts { decoder, cache } = parts;
+    fn new(world: World, parts: RankModel, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
+        let RankModel { decoder, cache } = parts;
         Ok(Self {
             decode_graph: plan_together(&decoder, &cache, limits, options)?,
             launcher: StepLauncher::new(cache.device(), limits, options)?,

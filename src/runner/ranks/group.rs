@@ -19,7 +19,7 @@ use candle_core::Tensor;
 use super::command::{GraphCommand, OwnedStep};
 use super::command::{RankCache, RankCommand};
 use super::fault::RankFault;
-use super::follower::{PANIC, RankParts, failure, follow};
+use super::follower::{PANIC, RankModel, failure, follow};
 use super::scored_pass::forward_scored;
 use crate::error::Error;
 use crate::nn::decoder::Decoder;
@@ -58,11 +58,11 @@ impl RankGroup {
     /// Starts a thread for each rank in `others`, which holds all ranks except the first.
     pub fn start(
         world: World,
-        others: Vec<(World, RankParts)>,
+        others: Vec<(World, RankModel)>,
         limits: RunnerLimits,
         options: RunnerOptions,
     ) -> Result<Self> {
-        let start = |(world, parts): (World, RankParts)| -> Result<_> {
+        let start = |(world, parts): (World, RankModel)| -> Result<_> {
             let (sender, commands) = mpsc::channel();
             let thread = thread::Builder::new().name(format!("rank {}", world.rank()));
             let follow = move || follow(&world, parts, &commands, limits, options);

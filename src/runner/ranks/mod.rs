@@ -15,5 +15,5 @@ mod scored_pass;
 pub use command::GraphCommand;
 pub use command::RankCache;
 pub use fault::RankFault;
-pub use follower::{PANIC, RankParts, failure};
+pub use follower::{PANIC, RankModel, failure};
 pub use group::RankGroup;

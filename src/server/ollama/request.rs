@@ -154,8 +154,8 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
     let effort = ReasoningEffort::default();
     match think.as_ref().map(|think| (think.as_bool(), think.as_str())) {
         None | Some((Some(true), _)) => Ok((effort, true)),
-        // Models whose template reads `enable_thinking` do not reason then (see `finish`). Others, such as gpt-oss, cannot
-        // stop: ask for the lowest effort, and leave the reasoning out of the response.
+        // Models whose template reads `enable_thinking` do not reason then (see `finish`). Others, such as gpt-oss,
+        // cannot stop: ask for the lowest effort, and leave the reasoning out of the response.
         Some((Some(false), _)) => {
             fields.ignore_with_note("think", "false hides the reasoning; most models still reason");
             Ok((ReasoningEffort::Low, false))

@@ -188,7 +188,7 @@ fn estimates_from_headers_agree_with_estimates_from_files(case: &'static str) {
     for dtype in [DType::F32, DType::BF16] {
         let (estimate, exact) = (inventory.loaded_bytes(dtype), from_files.loaded_bytes(dtype));
         for ranks in [2, 3] {
-            let parts = |inventory: &Inventory| inventory.rank_parts(&kv_heads, ranks, dtype);
+            let parts = |inventory: &Inventory| inventory.rank_shares(&kv_heads, ranks, dtype);
             if !case.starts_with("compressed") {
                 assert_eq!(parts(&inventory), parts(&from_files), "wrong estimate of {case} on {ranks} ranks");
             }

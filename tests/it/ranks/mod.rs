@@ -20,7 +20,7 @@ use inferno::engine::{EngineBuilder, Request};
 use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
-use inferno::runner::{RankParts, Runner, RunnerLimits, RunnerOptions};
+use inferno::runner::{RankModel, Runner, RunnerLimits, RunnerOptions};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, StoredBytes, WeightsBuilder};
@@ -410,7 +410,7 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
             let blocks = if world.is_first() { 8 } else { 1 };
             let layout = decoder.cache_layout();
             let cache = KvCache::new(layout, blocks, DType::F32, &Device::Cpu).unwrap();
-            (world, RankParts { decoder, cache })
+            (world, RankModel { decoder, cache })
         })
         .collect();
     let (world, parts) = ranks.remove(0);

@@ -10,7 +10,7 @@ use crate::device::Split;
 use crate::error::Error;
 use crate::nn::kv_cache::CacheLayout;
 use crate::text::counted;
-use crate::weights::division::RankPart;
+use crate::weights::division::RankShare;
 use crate::weights::inventory::ModelBytes;
 
 /// The maximum default chunk size, in tokens, if each rank holds whole layers.
@@ -95,7 +95,7 @@ impl MemoryPlan {
     pub fn with_rank(mut self, rank: usize, ranks: usize) -> Self {
         if ranks > 1 {
             self.ranks = ranks;
-            let RankPart { weight_bytes, kv_heads } = &self.rank_parts[ranks - 1][rank];
+            let RankShare { weight_bytes, kv_heads } = &self.rank_shares[ranks - 1][rank];
             for (layer, kv_heads) in self.layers.iter_mut().zip(kv_heads) {
                 layer.kv_heads = *kv_heads;
             }

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::models::Architecture;
 use crate::nn::kv_cache::{CacheLayout, LayerSpec};
 use crate::weights::Inventory;
-use crate::weights::division::RankPart;
+use crate::weights::division::RankShare;
 use crate::weights::inventory::ModelBytes;
 
 /// The maximum chunk size in tokens.
@@ -47,7 +47,7 @@ pub struct MemoryPlan {
     pub(super) ranks: usize,
     pub(super) weight_bytes: u64,
     /// The part of the model that each rank holds if the ranks divide every layer. Entry i is for i + 1 ranks.
-    pub(super) rank_parts: Arc<[Vec<RankPart>]>,
+    pub(super) rank_shares: Arc<[Vec<RankShare>]>,
     /// The sizes of the undivided model's weights: each layer, the output head, and all other weights.
     pub(super) parts: ModelBytes,
     /// Extra bytes needed while loading onto a GPU, for example to repack or stack the experts of one layer.
@@ -111,9 +111,9 @@ impl MemoryPlan {
         Self {
             ranks: 1,
             weight_bytes: inventory.loaded_bytes(dtype),
-            rank_parts: {
+            rank_shares: {
                 let kv_heads: Vec<_> = layers.iter().map(|layer| layer.kv_heads).collect();
-                (1..=MAX_RANKS).map(|ranks| inventory.rank_parts(&kv_heads, ranks, dtype)).collect()
+                (1..=MAX_RANKS).map(|ranks| inventory.rank_shares(&kv_heads, ranks, dtype)).collect()
             },
             parts: inventory.model_bytes(layers.len(), dtype),
             loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },

@@ -6,7 +6,7 @@ use super::plan::MemoryPlan;
 use super::token_workspace::MIN_WORKSPACE_BYTES_PER_TOKEN;
 use crate::device::DeviceInfo;
 use crate::nn::kv_cache::{CacheLayout, LayerSpec};
-use crate::weights::division::RankPart;
+use crate::weights::division::RankShare;
 use crate::weights::inventory::ModelBytes;
 
 pub fn plan() -> MemoryPlan {
@@ -15,8 +15,8 @@ pub fn plan() -> MemoryPlan {
     MemoryPlan {
         ranks: 1,
         weight_bytes: 10 << 30,
-        rank_parts: {
-            let part = |ranks: u64| RankPart {
+        rank_shares: {
+            let part = |ranks: u64| RankShare {
                 weight_bytes: (1 << 30) + (9 << 30) / ranks,
                 kv_heads: vec![8 / ranks as usize; 2],
             };
