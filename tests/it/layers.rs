@@ -74,7 +74,7 @@ fn layer(module: &str) -> usize {
 /// [`LAYERS`] rules out cycles. What counts as a file and as a dependency:
 ///
 /// - In a folder, `x.rs` and everything in the subfolder `x/` count as one file.
-/// - Inside the folder `x/`, the file that declares its modules (`x/mod.rs`, or `x.rs` beside `x/`) is the file `mod`.
+/// - Inside a folder, the file that declares the folder's modules is the file `mod`, also if it is beside the folder.
 /// - A file depends on each file that a path in its code leads to, in `use` declarations and elsewhere.
 /// - A path through an import or a re-export leads to the file that defines the item.
 /// - In the file `mod`, `mod x;` and `pub use x::Name;` are not dependencies, but other paths that use `Name` are.

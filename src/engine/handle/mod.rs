@@ -81,8 +81,8 @@ impl EngineHandle {
     /// - the prompt leaves no room for an answer ([`Error::ContextFull`] or [`Error::PromptTooLong`])
     /// - the constraint is invalid, not supported or too expensive ([`Error::InvalidConstraint`])
     /// - the machine is too busy to compile the constraint in time ([`Error::CompilerBusy`])
-    /// - [`GenerateOptions::deterministic`] is set, but the engine cannot answer a single request deterministically
-    ///   ([`Error::NotDeterministic`])
+    /// - [`GenerateOptions::deterministic`] is set, but the engine's chunk size or attention kernel does not allow it to
+    ///   answer individual requests deterministically ([`Error::NotDeterministic`])
     /// - the engine has stopped or is draining
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         Ok(self.submit_n(request, 1)?.remove(0))

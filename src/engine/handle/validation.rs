@@ -68,7 +68,7 @@ impl EngineHandle {
     /// Returns how to divide the prompt of a deterministic request.
     ///
     /// Returns `None` if the request is not deterministic, or if the engine answers all requests deterministically.
-    /// Fails if the request is deterministic, but the engine cannot answer a single request deterministically.
+    /// Fails if the request is deterministic, but the engine cannot answer individual requests deterministically.
     pub(super) fn request_parts(&self, options: &GenerateOptions) -> Result<Option<PromptParts>> {
         let info = self.info();
         match info.request_parts {

@@ -157,7 +157,7 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
         // Models whose template reads `enable_thinking` do not reason then (see `finish`). Others, such as gpt-oss,
         // cannot stop: ask for the lowest effort, and leave the reasoning out of the response.
         Some((Some(false), _)) => {
-            fields.ignore_with_note("think", "false hides the reasoning; most models still reason");
+            fields.ignore_with_note("think", "false hides the reasoning; some models still reason");
             Ok((ReasoningEffort::Low, false))
         }
         Some((_, Some("max"))) => {

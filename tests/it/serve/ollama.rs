@@ -75,7 +75,7 @@ fn chats_are_chat_completions_in_another_shape() {
 
     let hidden = server.post("/api/chat", &chat(json!({ "think": false })));
     assert!(hidden.ok()["message"].get("thinking").is_none());
-    assert_eq!(hidden.header("x-inferno-ignored"), Some("think (false hides the reasoning; most models still reason)"));
+    assert_eq!(hidden.header("x-inferno-ignored"), Some("think (false hides the reasoning; some models still reason)"));
     let cut = server.post("/api/chat", &chat(json!({ "options": { "temperature": 0, "num_predict": 3 } }))).ok();
     assert_eq!((&cut["done_reason"], &cut["eval_count"]), (&json!("length"), &json!(3)));
     let stopped =
