@@ -219,7 +219,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     // user chose.
     assert_eq!(mock.bodies.lock().unwrap()[0], expected);
     assert_fails(&ask(&mock.url, &[]), 2, &["org/a, org/b"]);
-    let hint = ["must count tokens", "\n  keep all messages: --overflow stop"];
+    let hint = ["does not count tokens", "\n  keep all messages: --overflow stop"];
     assert_fails(&ask(&mock.url, &["org/a", "--overflow", "drop-oldest"]), 1, &hint);
     assert_fails(&ask(&mock.url, &["org"]), 3, &["it serves 'org/a', 'org/b'"]);
 
@@ -240,7 +240,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     expect(&mut chat, ">>> ");
     chat.send_line("Three?").unwrap();
     let refused = expect(&mut chat, ">>> ");
-    assert!(refused.contains("must count tokens") && refused.contains("/set overflow stop"), "{refused}");
+    assert!(refused.contains("does not count tokens") && refused.contains("/set overflow stop"), "{refused}");
     chat.send_line("/exit").unwrap();
     chat.exp_eof().unwrap();
     // The chat does not send the reasoning of earlier turns to the server.
