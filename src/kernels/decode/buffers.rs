@@ -3,8 +3,9 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::kernels::constants::{DECODE_MAX_BLOCKS, NO_TOKEN};
+use crate::kernels::constants::{DECODE_MAX_BLOCKS, NO_TOKEN, STATE_POSITION, STATE_STEPS, STATE_TOKEN};
 use crate::kernels::launch::multiprocessors;
+use crate::kernels::rows::copy_rows;
 use crate::world::World;
 
 /// The buffers that the kernels of a decode step share. Their addresses never change, so a CUDA graph can use them.
@@ -61,6 +62,13 @@ impl StepBuffers {
             best: Tensor::new(no_token, device)?,
             multiprocessors,
         })
+    }
+
+    /// Sets `state` to a position and a token, and the number of finished steps to 0.
+    pub fn set_state(&self, position: usize, token: u32) -> Result<()> {
+        let mut state = [0; 4];
+        (state[STATE_POSITION], state[STATE_TOKEN], state[STATE_STEPS]) = (position as u32, token, 0);
+        copy_rows(&self.state, &Tensor::new(&state, self.state.device())?, 0)
     }
 }
 

@@ -190,8 +190,7 @@ impl DecodeGraph {
         self.set_sampling(sampling)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
         copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
-        let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
-        copy_rows(&self.buffers.state, &state, 0)?;
+        self.buffers.set_state(position, token)?;
         self.begin(sequence, position, 0, tables)
     }
 
@@ -261,8 +260,7 @@ impl DecodeGraph {
         self.stop();
         self.set_sampling(sampling)?;
         copy_rows(&self.buffers.logits, &logits, 0)?;
-        let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
-        copy_rows(&self.buffers.state, &state, 0)?;
+        self.buffers.set_state(tokens - 1, 0)?;
         // The argmax kernel needs maxima from the head kernel, which has not run for these logits.
         // The sampling kernel needs only the logits, so it makes the first choice even if sampling is greedy.
         if self.sampling == Sampling::Greedy {
