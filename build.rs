@@ -93,13 +93,14 @@ fn build_kernels() {
 /// puts the static library there under that name.
 fn link_cuda_runtime_statically(nvcc: &Path, out: &Path) {
     let home = nvcc.canonicalize().ok().and_then(|nvcc| Some(nvcc.parent()?.parent()?.to_path_buf()));
-    let architecture = match std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() {
-        Ok("aarch64") => "sbsa-linux",
-        _ => "x86_64-linux",
+    // The last folder is that of Debian's package, whose nvcc is in /usr/bin.
+    let folders = match std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() {
+        Ok("aarch64") => ["targets/sbsa-linux/lib", "lib64", "lib", "lib/aarch64-linux-gnu"],
+        _ => ["targets/x86_64-linux/lib", "lib64", "lib", "lib/x86_64-linux-gnu"],
     };
-    let folders = [format!("targets/{architecture}/lib"), "lib64".into(), "lib".into()];
-    let libraries = folders.iter().filter_map(|folder| Some(home.as_ref()?.join(folder).join("libcudart_static.a")));
-    let Some(library) = libraries.into_iter().find(|library| library.exists()) else {
+    let mut libraries =
+        folders.iter().filter_map(|folder| Some(home.as_ref()?.join(folder).join("libcudart_static.a")));
+    let Some(library) = libraries.find(|library| library.exists()) else {
         println!(
             "cargo::warning=no libcudart_static.a in the CUDA toolkit: the program will need libcudart.so to start"
         );

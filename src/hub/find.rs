@@ -22,6 +22,11 @@ pub(super) fn list_hint() -> String {
     format!("{NOT_HERE}\n  list the models on this machine: inferno list")
 }
 
+/// Returns the hint of [`Error::ModelNotFound`] if a name matches several models.
+fn similar_names(names: &[&str]) -> String {
+    format!("several models have similar names; type one of them: {}", names.join(", "))
+}
+
 /// A model with missing files.
 pub struct IncompleteModel {
     pub name: String,
@@ -74,7 +79,7 @@ impl Hub {
             [] => Err(not_found(self.download_hint(name, tag, revision, required))),
             several => {
                 let names: Vec<&str> = several.iter().map(|snapshot| snapshot.name.as_str()).collect();
-                Err(not_found(format!("several models have similar names; type one of them: {}", names.join(", "))))
+                Err(not_found(similar_names(&names)))
             }
         }
     }
@@ -193,10 +198,7 @@ impl Hub {
         let hint = match names.len() {
             1 => return Ok(()),
             0 => list_hint(),
-            _ => format!(
-                "several models have similar names; type one of them: {}",
-                Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")
-            ),
+            _ => similar_names(&Vec::from_iter(names.into_iter().map(String::as_str))),
         };
         Err(Error::ModelNotFound { model: model.to_string(), hint }.into())
     }
