@@ -108,7 +108,9 @@ fn link_cuda_runtime_statically(nvcc: &Path, out: &Path) {
     };
     let folder = out.join("cudart");
     std::fs::create_dir_all(&folder).expect("OUT_DIR should be writable");
-    std::fs::copy(&library, folder.join("libcudart.a")).expect("the CUDA toolkit should be readable");
+    let copy = folder.join("libcudart.a");
+    let _ = std::fs::remove_file(&copy); // a copy of a read-only file cannot be overwritten
+    std::fs::copy(&library, copy).expect("the CUDA toolkit should be readable");
     println!("cargo::rerun-if-changed={}", library.display());
     println!("cargo::rustc-link-search=native={}", folder.display());
 }

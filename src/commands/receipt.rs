@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use crate::error::Error;
 use crate::files;
 use crate::server::{PublicKey, Receipt};
-use crate::text::quote;
+use crate::text::{escaped_json, quote};
 
 /// The maximum size of a receipt in bytes.
 /// Receipts are far smaller: they consist mainly of one hash for each model file, prompt and answer.
@@ -50,6 +50,6 @@ pub fn run(args: Args) -> Result<ExitCode> {
         .into());
     }
     let json = serde_json::to_string_pretty(&receipt).context("cannot print the receipt")?;
-    writeln!(std::io::stdout(), "{json}")?;
+    writeln!(std::io::stdout(), "{}", escaped_json(&json))?;
     Ok(ExitCode::SUCCESS)
 }

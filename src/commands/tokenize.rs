@@ -11,7 +11,7 @@ use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::files;
 use crate::hub::Hub;
 use crate::sandbox;
-use crate::text::library_error;
+use crate::text::{escaped_json, library_error};
 use crate::tokenizer::ControlTokens;
 
 /// Show the tokens of a text or a conversation
@@ -69,7 +69,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         ids.iter().map(|&id| language.tokenizer.token(id).unwrap_or_default().to_string()).collect();
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", serde_json::json!({ "ids": ids, "pieces": pieces, "rendered": rendered }))?;
+        let json = serde_json::json!({ "ids": ids, "pieces": pieces, "rendered": rendered });
+        writeln!(out, "{}", escaped_json(&json.to_string()))?;
     } else {
         for (id, piece) in ids.iter().zip(&pieces) {
             writeln!(out, "{id:>8}  {}", crate::text::printable(piece))?;

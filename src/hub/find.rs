@@ -89,7 +89,7 @@ impl Hub {
     /// The hint also names the first missing file of an incomplete model.
     /// For a missing model, it suggests the complete model with the most similar name, if any name is similar enough.
     fn download_hint(&self, name: &str, tag: Option<&str>, revision: Option<&str>, required: Required) -> String {
-        let revision_flag = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
+        let revision_flag = revision.map(|it| format!(" --revision {}", shell_word(it))).unwrap_or_default();
         let with_tag = |name: &str| shell_word(&tag.map_or(name.to_string(), |tag| format!("{name}:{tag}")));
         let missing = self.caches().iter().find_map(|(cache, _)| {
             let repo = cache.repo(name);
@@ -107,11 +107,12 @@ impl Hub {
         let nearest = names::nearest(name, &complete).filter(|nearest| *nearest != name);
         let nearest =
             nearest.map(|name| format!("\n  did you mean '{name}', which is on this machine?")).unwrap_or_default();
+        let not_here = revision.map_or(NOT_HERE.to_string(), |it| format!("revision {it} is not on this machine"));
         if name.contains('/') {
-            format!("{NOT_HERE}\n  inferno download {}{revision_flag}{nearest}", with_tag(name))
+            format!("{not_here}\n  inferno download {}{revision_flag}{nearest}", with_tag(name))
         } else {
             let name = with_tag(&format!("ORG/{name}"));
-            format!("{NOT_HERE}\n  inferno download {name}{revision_flag}, where ORG is the organization{nearest}")
+            format!("{not_here}\n  inferno download {name}{revision_flag}, where ORG is the organization{nearest}")
         }
     }
 
@@ -234,9 +235,9 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
         (true, _) => format!("the directory {model} has no {}", marker_file(required)),
         (false, true) if Path::new(model).exists() => "the path is neither a directory nor a regular .gguf file".into(),
         (false, true) => "the path does not exist".into(),
-        (false, false) => {
-            "use org/name as on huggingface.co, or a directory; `inferno list` lists the models on this machine".into()
-        }
+        (false, false) => "the name is not valid; use org/name as on huggingface.co, or a directory; \
+             `inferno list` lists the models on this machine"
+            .into(),
     }
 }
 

@@ -72,11 +72,7 @@ impl<'c> Weights<'c> {
             return Ok(Matrix::Dense(Tensor::zeros(&shape, self.dtype, &self.device)?));
         }
         match self.quantized(name, experts, rows, columns)? {
-            Some(found) => {
-                self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-                let built = self.build(&[&found]).with_context(|| format!("cannot load {}", self.full_name(name)))?;
-                Ok(Matrix::Quantized(vec![built]))
-            }
+            Some(found) => self.build_stored(name, &found),
             None => Ok(Matrix::Dense(self.float_slice(name, &shape, self.dtype, self.slice(Some(1), Some(2)))?)),
         }
     }
@@ -91,9 +87,7 @@ impl<'c> Weights<'c> {
                 found.join()?;
                 return Ok(Matrix::Dense(Tensor::zeros((rows, columns), self.dtype, &self.device)?));
             }
-            self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-            let built = self.build(&[&found]).with_context(|| format!("cannot load {}", self.full_name(name)))?;
-            return Ok(Matrix::Quantized(vec![built]));
+            return self.build_stored(name, &found);
         }
         let stored = self.float_slice(name, &[columns, rows], self.dtype, self.slice(Some(1), Some(0)))?;
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
@@ -104,6 +98,14 @@ impl<'c> Weights<'c> {
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))
+    }
+
+    /// Builds the quantized matrix or stack `name` from its rows, which fill one tensor of the checkpoint.
+    fn build_stored(&self, name: &str, rows: &MatrixRows) -> Result<Matrix> {
+        let name = self.full_name(name);
+        self.progress.add_read(self.checkpoint.required(&name)?.bytes() as u64);
+        let built = self.build(&[rows]).with_context(|| format!("cannot load {name}"))?;
+        Ok(Matrix::Quantized(vec![built]))
     }
 
     fn build(&self, parts: &[&MatrixRows]) -> Result<QuantizedMatrix> {

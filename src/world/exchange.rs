@@ -66,7 +66,7 @@ pub enum PartialResult<'t> {
     ProductParts(&'t Tensor),
     /// Each row of y is the sum of the outputs of the row's experts, weighted with `weights`.
     Experts {
-        /// The outputs, `[rows, chosen, hidden]` in fragment order (`kernels/moe/mxfp4_tiles.cuh`).
+        /// The outputs, `[rows, chosen, hidden]`.
         /// `chosen` is the number of experts per row. Only bf16 is supported.
         outputs: &'t Tensor,
         /// The routing weights, f32 `[rows, chosen]`.

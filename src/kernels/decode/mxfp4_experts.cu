@@ -24,7 +24,7 @@ struct Mxfp4Tiles {
 
 // Multiplies 16 rows × 32 columns of weights by x. Each unpacked weight is its E2M1 value times 2^-126 (e2m1.cuh).
 // In the MMA operand B, even columns hold the upper part of x, and odd columns hold the lower part (see split_x).
-// The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
+// The results for position g are c[0] (upper) and c[1] (lower); for position g + 8, they are c[2] and c[3].
 // An MMA always computes eight columns, so computing each part of x four times costs nothing extra.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {
     c[0] = c[1] = c[2] = c[3] = 0.0f;
@@ -121,7 +121,7 @@ constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
 //   normed: f16 [columns], from the router kernel
 //   normed_scale: f32 [1], from the router kernel
 //   logits: f32 [experts]
-//   weights: [experts, 2 · intermediate, columns] in paired tiles, with gate in row g and up in row g + 8
+//   weights: [experts, 2 · intermediate, columns] in paired tiles, with gate at position g and up at position g + 8
 //   bias: f32 [experts, 2 · intermediate], with gate and up interleaved
 //   h: f16 [chosen, intermediate]
 //   grid: (ceil(ceil(intermediate / 8) / DECODE_UP_TILES), chosen)
@@ -213,9 +213,8 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     float low, high;
     stream.multiply(inputs + n * 2 * segments, lane, low, high);
     if (lane % 4 == 0) {
-        const int row_of_tile =
-            lane / 8 * 4 + lane / 4 % 2;  // the row at position g; position g + 8 has the row 2 below
-        sums[warp * 16 + row_of_tile] = low, sums[warp * 16 + row_of_tile + 2] = high;
+        const int row = grouped_row(lane / 4);
+        sums[warp * 16 + row] = low, sums[warp * 16 + row + 2] = high;
     }
     __syncthreads();
     if (writes_x) {

@@ -37,6 +37,10 @@ __host__ __device__ __forceinline__ void place_e2m1(uint32_t (&words)[2], int ro
     }
 }
 
+// Returns the matrix row at position g of a grouped tile (see mxfp4_tiles.cuh), where g is 0 to 7.
+// Position g + 8 has the second row after it.
+__host__ __device__ constexpr int grouped_row(int g) { return g / 2 * 4 + g % 2; }
+
 // Returns items 2·PART and 2·PART + 1 of rows g and g + 8, in the order of an A fragment of m16n8k16:
 // first item of row g, first item of row g + 8, second item of row g, second item of row g + 8.
 template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uint32_t high, uint32_t (&items)[4]) {

@@ -22,7 +22,7 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
     const size_t expert = tile / column_tiles / row_tiles;
     uint32_t words[2][2] = {};  // for each of the two MXFP4 blocks, the words of rows g and g + 8
     for (int i = 0; i < 4; ++i) {
-        const int in_tile = paired ? 2 * g + i % 2 : g / 2 * 4 + g % 2 + 2 * (i % 2);
+        const int in_tile = paired ? 2 * g + i % 2 : grouped_row(g) + 2 * (i % 2);
         const int row = first_row + in_tile, group = 2 * j + i / 2;
         const bool valid = row < rows && group < groups;
         const size_t block = (expert * rows + row) * groups + group;

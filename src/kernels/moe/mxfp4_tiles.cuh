@@ -185,7 +185,7 @@ template <typename T> struct Output {
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
     const int g = threadIdx.x % 32 / 4;
-    const int first = row_tile * 16 + (GATE_UP ? 2 * g : g / 2 * 4 + g % 2), second = first + (GATE_UP ? 1 : 2);
+    const int first = row_tile * 16 + (GATE_UP ? 2 * g : grouped_row(g)), second = first + (GATE_UP ? 1 : 2);
     const T* bias = o.bias + (size_t)expert * rows;
     if (!o.bias || row_tile * 16 >= rows) return make_float2(0.0f, 0.0f);
     return make_float2(to_float(bias[first]), to_float(bias[second]));
