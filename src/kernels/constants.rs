@@ -57,7 +57,8 @@ pub const EXCHANGE_ROW_THREADS: usize = 512;
 /// The maximum number of parts of a row in the `exchange_add_norm` kernels for wide rows. In the kernels for narrower
 /// rows, a row is one part. A thread has 8 columns of each part.
 pub const EXCHANGE_ROW_PARTS: usize = 4;
-/// Blocks per multiprocessor in the `exchange_add_norm` kernels for `PartialResult::Rows` with rows of one part.
+/// Blocks per multiprocessor in the `exchange_add_norm` kernels for rows of one part, except with
+/// `PartialResult::ProductParts`.
 /// Two blocks have more rows in flight than one.
 pub const EXCHANGE_ROW_BLOCKS: usize = 2;
 

@@ -50,11 +50,6 @@ impl PartialRows {
     }
 }
 
-/// With several ranks, the exchange kernel adds up the expert outputs of at most this many rows.
-/// With more rows, a separate kernel adds up the expert outputs faster, because it keeps more loads in flight.
-#[cfg(feature = "cuda")]
-const MAX_EXCHANGED_EXPERT_ROWS: usize = 256;
-
 /// The form in which a linear layer returns a [`PartialOutput`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PartialForm {
@@ -202,11 +197,7 @@ impl<'l> Residual<'l> {
         debug_assert!(self.pending.is_none(), "the previous output is not yet added to the residual stream");
         self.pending = Some(match (output.rows, post_norm) {
             #[cfg(feature = "cuda")]
-            (PartialRows::PerExpert(outputs), None)
-                if self.world.size() == 1 || self.x.dim(0)? <= MAX_EXCHANGED_EXPERT_ROWS =>
-            {
-                Pending::PerExpert(outputs)
-            }
+            (PartialRows::PerExpert(outputs), None) => Pending::PerExpert(outputs),
             (PartialRows::ProductParts(parts), None) => Pending::ProductParts(parts, output.bias),
             (rows, post_norm) => {
                 let rows = rows.summed(self.partial_form(self.x.dim(0)?, post_norm)?)?;

@@ -234,7 +234,7 @@ __device__ void exchange_add_norm(const float* x, const Partial& y, const float*
 #define FOR_EACH_PARTS(DEFINE, ...) DEFINE(1, __VA_ARGS__) DEFINE(4, __VA_ARGS__)
 static_assert(EXCHANGE_ROW_PARTS == 4, "FOR_EACH_PARTS must define kernels for EXCHANGE_ROW_PARTS parts");
 // Blocks per multiprocessor. Several small blocks have more rows in flight.
-// In kernels that also add up values, a block of the maximum size needs all registers.
+// In the kernels that add up the parts of a product, a block of the maximum size needs all registers.
 #define ROW_BLOCKS(PARTS) (PARTS == 1 ? EXCHANGE_ROW_BLOCKS : 1)
 
 #define DEFINE_ADD_NORM(PARTS, Y, Y_SUFFIX, T, SUFFIX)                                                                 \
@@ -260,7 +260,7 @@ FOR_EACH_PARTS(DEFINE_ADD_NORM, __nv_bfloat16, bf16, __nv_bfloat16, bf16)
 FOR_EACH_PARTS(DEFINE_ADD_NORM_PARTS, float, f32)
 FOR_EACH_PARTS(DEFINE_ADD_NORM_PARTS, __nv_bfloat16, bf16)
 #define DEFINE_ADD_NORM_EXPERTS(PARTS, T, SUFFIX)                                                                      \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(PARTS))                              \
         exchange_add_norm_experts_##SUFFIX##_##PARTS(const float* x, const __nv_bfloat16* y,                           \
                                                      const float* expert_weights, const float* bias,                   \
                                                      const float* weight, float* sum, T* normed,                       \
@@ -420,7 +420,7 @@ FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_PARTS, false, __nv_bfloat16, exact_parts_bf16
 FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_PARTS, true, float, rounded_parts_f32)
 FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_PARTS, true, __nv_bfloat16, rounded_parts_bf16)
 #define DEFINE_ADD_NORM_ALL_EXPERTS(PARTS, ROUNDED, T, SUFFIX)                                                         \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(PARTS))                              \
         exchange_add_norm_all_##SUFFIX##_##PARTS(const float* x, const __nv_bfloat16* y, const float* expert_weights,  \
                                                  const float* bias, const float* weight, float* sum, T* normed,        \
                                                  const __grid_constant__ Mailboxes m, int rows, int columns,           \

@@ -156,7 +156,9 @@ impl GpuExchange {
         // On a shared GPU, the blocks of all ranks must fit at the same time. Another rank's y can have a form whose
         // kernel fits fewer blocks, so no rank launches more than `max_blocks`.
         let blocks = match y {
-            PartialResult::Rows(_) if parts == 1 && !self.shares_gpu => self.max_blocks() * EXCHANGE_ROW_BLOCKS,
+            PartialResult::Rows(_) | PartialResult::Experts { .. } if parts == 1 && !self.shares_gpu => {
+                self.max_blocks() * EXCHANGE_ROW_BLOCKS
+            }
             _ => self.max_blocks(),
         };
         (parts, LaunchShape::linear(rows.clamp(1, blocks), threads))
