@@ -9,7 +9,7 @@
 //!
 //! On a GPU, the loop queues most steps before it knows the tokens of the previous step.
 //! If there is a decode graph, most decode steps of a single sequence run on this graph, which queues its own steps.
-//! The section "Queued steps" of docs/architecture.md explains why steps can be queued safely.
+//! The section "Queued steps" of docs/scheduling.md explains why steps can be queued safely.
 //!
 //! The files of this folder:
 //!

@@ -1,6 +1,6 @@
 //! Decides what runs a step, and whether the step is queued, from [`RunnerFacts`] and [`StepFacts`] alone.
 //!
-//! The table in docs/architecture.md lists the routes. A test compares the table with [`route`].
+//! The table in docs/scheduling.md lists the routes. A test compares the table with [`route`].
 
 use super::sequence::StepSequence;
 use crate::runner::limits::MAX_SEQUENCES;
@@ -153,7 +153,7 @@ mod tests {
     const MANY_CONSTRAINED: StepFacts = StepFacts { samplers_can_queue: false, ..MANY };
     const CHUNKS: StepFacts = StepFacts { is_decode: false, ..MANY };
 
-    /// The rows of the table in docs/architecture.md, each with examples of its runners and steps.
+    /// The rows of the table in docs/scheduling.md, each with examples of its runners and steps.
     #[rustfmt::skip]
     const ROWS: &[(&str, &[RunnerFacts], &[StepFacts])] = &[
         ("decode step of one sequence", &[GPU, RunnerFacts { has_several_ranks: true, ..GPU }], &[ONE]),
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn the_table_in_the_documentation_is_right() {
-        let page = include_str!("../../../docs/architecture.md");
+        let page = include_str!("../../../docs/scheduling.md");
         let (_, table) = page.split_once("| step | runs as | queued ahead |\n").unwrap();
         let table: Vec<Vec<&str>> = table
             .lines()

@@ -39,10 +39,11 @@ fn source_files_that_the_pages_and_comments_name_exist() {
         );
     };
     let (mut in_pages, mut in_comments) = (0, 0);
-    for name in ["README.md", "docs/architecture.md", "docs/contributing.md", "docs/unsafe.md"] {
-        for path in named_source_files(&page(name)) {
+    let pages = ["architecture", "scheduling", "several-gpus", "contributing", "unsafe"];
+    for name in pages.map(|page| format!("docs/{page}.md")).into_iter().chain(["README.md".to_string()]) {
+        for path in named_source_files(&page(&name)) {
             in_pages += 1;
-            assert_exists(name, path);
+            assert_exists(&name, path);
         }
     }
     for file in files

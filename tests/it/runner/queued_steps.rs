@@ -1,7 +1,7 @@
 //! Tests of queued steps, which are launched before the host knows the tokens of the previous step.
 //!
 //! Most of these tests run on the CPU. On a GPU, steps of several sequences are queued by default
-//! (see docs/architecture.md), so the tests of batches in `engine/generation/graph.rs` also cover queued steps.
+//! (see docs/scheduling.md), so the tests of batches in `engine/generation/graph.rs` also cover queued steps.
 
 use std::collections::BTreeMap;
 
