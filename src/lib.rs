@@ -1,7 +1,7 @@
 //! inferno runs open-weight language models on one or more NVIDIA GPUs.
 //!
 //! [`hub::Hub`] finds a model, [`Engine::builder`] loads it, and [`EngineHandle::submit`] generates an answer.
-//! README.md and docs/examples have complete programs.
+//! README.md and the folder `examples/` have complete programs.
 //!
 //! The tensor shapes in the documentation, such as `[tokens, hidden]`, use these names:
 //!

@@ -76,13 +76,13 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Example with a blocking iterator:
 ///
 /// ```
-#[doc = include_str!("../../docs/examples/blocking.rs")]
+#[doc = include_str!("../../examples/blocking.rs")]
 /// ```
 ///
 /// Example with an async stream, on any runtime:
 ///
 /// ```
-#[doc = include_str!("../../docs/examples/async_stream.rs")]
+#[doc = include_str!("../../examples/async_stream.rs")]
 /// ```
 pub struct Engine {
     handle: EngineHandle,

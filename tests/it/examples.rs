@@ -1,7 +1,7 @@
 //! Runs the library examples, and checks that the Rust code in README.md is part of `blocking.rs`.
 
 mod blocking {
-    include!("../../docs/examples/blocking.rs");
+    include!("../../examples/blocking.rs");
 
     #[test]
     fn example_runs() {
@@ -10,7 +10,7 @@ mod blocking {
 }
 
 mod async_stream {
-    include!("../../docs/examples/async_stream.rs");
+    include!("../../examples/async_stream.rs");
 
     #[test]
     fn example_runs() {
@@ -20,7 +20,7 @@ mod async_stream {
 
 #[test]
 fn readme_shows_code_of_the_example() {
-    let example = include_str!("../../docs/examples/blocking.rs");
+    let example = include_str!("../../examples/blocking.rs");
     let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     let blocks: Vec<&str> = readme.split("```rust\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
     assert_eq!(blocks.len(), 1);

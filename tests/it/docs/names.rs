@@ -27,7 +27,7 @@ fn named_source_files(text: &str) -> impl Iterator<Item = &str> {
 #[test]
 fn source_files_that_the_pages_and_comments_name_exist() {
     let mut files = vec![repository().join("build.rs")];
-    for folder in ["src", "tests", "benches", "fuzz", "docs"] {
+    for folder in ["src", "tests", "benches", "fuzz", "examples"] {
         collect(&repository().join(folder), &SOURCE, &mut files);
     }
     // Files of the crates openai-harmony and candle-flash-attn, and a file that the build script writes.

@@ -1,3 +1,7 @@
+// Prints the answer of the demo model as a blocking iterator delivers it.
+//
+//     cargo run --release --example blocking
+
 use inferno::chat::Message;
 use inferno::device::DeviceChoice;
 use inferno::{Engine, Request, hub};

@@ -1,3 +1,7 @@
+// Prints the answer of the demo model as an async stream delivers it, on the executor of the crate futures.
+//
+//     cargo run --release --example async_stream
+
 use futures::StreamExt;
 use inferno::chat::Message;
 use inferno::device::DeviceChoice;
