@@ -1,10 +1,11 @@
-//! Tests that figures in the README and the docs agree with stored results or with other pages.
+//! Tests that figures in the README and the docs agree with stored results or with other pages,
+//! and that the result files that the pages name exist.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::page;
+use super::{page, repository};
 
 /// The results of one or more runs of `inferno bench --json`, from benches/results. Methods return means over the runs.
 struct Results(Vec<Value>);
@@ -133,6 +134,27 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     for (name, row) in rows {
         assert!(page(name).contains(&format!("{row} |")), "{name} does not contain this row: {row}");
     }
+}
+
+/// Checks complete file names, not patterns such as `2026-11-24-nvidia-h100*` or endings such as `-serving-2`.
+#[test]
+fn result_files_that_the_pages_name_exist() {
+    let results = repository().join("benches/results");
+    let mut count = 0;
+    for (name, folders) in [("benchmarks", &[""][..]), ("benchmark-history", &["", "older"])] {
+        let text = page(&format!("docs/{name}.md"));
+        let is_file = |code: &&str| {
+            code.starts_with("20") && code.contains("-nvidia-") && !code.contains("MODEL") && !code.contains(['*', ' '])
+        };
+        // After a split at backticks, every second part is code.
+        for file in text.split('`').skip(1).step_by(2).filter(is_file) {
+            let file = if file.ends_with(".txt") { file.to_string() } else { format!("{file}.json") };
+            let exists = folders.iter().any(|folder| results.join(folder).join(&file).is_file());
+            assert!(exists, "docs/{name}.md names {file}, which benches/results does not have in {folders:?}");
+            count += 1;
+        }
+    }
+    assert!(count > 30, "found only {count} names of result files");
 }
 
 /// Returns the numbers in a text that have at least three characters, including commas and decimal points.
