@@ -275,7 +275,7 @@ pub const EXPERT_FEW_PAIRS_THREADS: usize = 512;
 /// The number of column tiles of an expert matrix must be a multiple of this. gpt-oss has 45 (2880 columns).
 pub const EXPERT_FEW_PAIRS_STEPS: usize = 3;
 
-// Quantized matrices (`quantized/mod.rs`, `quantized/quantized.cuh`).
+// Quantized matrices (`quantized/mod.rs`, `quantized/format.cuh`).
 
 /// The maximum number of stacked matrices that one kernel launch multiplies.
 pub const MAX_STACKED_MATRICES: usize = 3;
@@ -291,7 +291,7 @@ pub const QUANTIZED_FEW_TOKENS_STAGES: usize = 4;
 /// Counters of finished thread blocks in products of quantized matrices with few tokens.
 /// A launch must not have more thread blocks than there are counters.
 pub const QUANTIZED_FEW_TOKENS_COUNTERS: usize = 8192;
-/// Codes of quantized formats, for the field `format` of `QuantizedMatrix` in `quantized/quantized.cuh`.
+/// Codes of quantized formats, for the field `format` of `QuantizedMatrix` in `quantized/format.cuh`.
 pub const FORMAT_Q4_0: usize = 0;
 pub const FORMAT_Q4_1: usize = 1;
 pub const FORMAT_Q5_0: usize = 2;

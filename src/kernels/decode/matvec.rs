@@ -1,7 +1,7 @@
 //! Checks, launch shapes and arguments for the decode kernels that multiply a [`Matrix`] by vectors.
 //!
 //! In the kernels, `DenseStream` (`dense_matvec.cuh`) multiplies dense weights, and `QuantizedStream`
-//! (`quantized/quantized.cuh`) multiplies quantized weights.
+//! (`quantized/stream.cuh`) multiplies quantized weights.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, bail};

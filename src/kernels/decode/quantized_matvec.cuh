@@ -2,7 +2,8 @@
 // If the checkpoint requires quantized activations, first quantizes the vector to 8 bits.
 #pragma once
 #include "headers/block_sum.cuh"
-#include "quantized/quantized.cuh"
+#include "quantized/input.cuh"
+#include "quantized/stream.cuh"
 
 // The number of groups (32 columns each) that a lane has in flight per row.
 // QUANTIZED_DEPTH_2 is for units of two rows, and QUANTIZED_DEPTH_1 is for units of one row.

@@ -10,7 +10,7 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, address};
 
-/// Mirrors `QuantizedMatrix` in `quantized.cuh`. `planes` are device addresses, or 0 for planes that the format lacks.
+/// Mirrors `QuantizedMatrix` in `format.cuh`. `planes` are device addresses, or 0 for planes that the format lacks.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawMatrix {
@@ -19,7 +19,7 @@ struct RawMatrix {
     rows: i32,
 }
 
-/// Mirrors `QuantizedStack` in `quantized.cuh`.
+/// Mirrors `QuantizedStack` in `format.cuh`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawStack {

@@ -14,7 +14,7 @@
 #include "headers/arrive.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
-#include "quantized/quantized.cuh"
+#include "quantized/format.cuh"
 
 constexpr int STAGES = QUANTIZED_FEW_TOKENS_STAGES, STEP_COLUMNS = QUANTIZED_FEW_TOKENS_COLUMNS,
               STEP_GROUPS = STEP_COLUMNS / 32;
@@ -95,13 +95,12 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
     } else {
         const Two zero = Pair<T>::both(Pair<T>::BIAS + L::zero);
         const auto convert = [&](int selector) {
-            const uint32_t biased = __byte_perm(q, Pair<T>::BIAS_BYTES, selector);
+            const uint32_t biased = select_bytes(q, Pair<T>::BIAS_BYTES, selector);
             const Two w =
                 s.apply(__hsub2(*reinterpret_cast<const Two*>(&biased), zero), L::has_half_scales ? j / 4 : 0);
             return *reinterpret_cast<const uint32_t*>(&w);
         };
-        // Each hex digit of a __byte_perm selector chooses one result byte. The last digit chooses the lowest byte.
-        // Digits 0 to 3 select the bytes of q, and digit 4 selects the high byte of BIAS.
+        // In the selectors, digits 0 to 3 choose the bytes of q, and digit 4 chooses the high byte of BIAS.
         // Each result holds two values: BIAS plus one byte of q each.
         return make_uint2(convert(0x4140), convert(0x4342));
     }

@@ -4,7 +4,8 @@
 // - 8-bit quantization of activations, and multiplication by the scales after an 8-bit matrix product
 // - embedding lookup
 // More kernels for quantized matrices are in quantized_few_tokens.cu and kernels/decode.
-#include "quantized/quantized.cuh"
+#include "quantized/input_quantization.cuh"
+#include "quantized/stream.cuh"
 
 // Matrix-vector products: y[t] = W·x[t / per_x]. First quantizes x as `quantization` specifies.
 //   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
