@@ -13,15 +13,15 @@ use super::sum_order::SumOrder;
 
 /// The weight matrix of a linear layer or an embedding, dense or quantized.
 ///
-/// A matrix can have several parts, such as the query, key and value projections.
-/// All parts have the same number of columns. The rows of the matrix are the rows of all parts, in order.
+/// It can be a stack of several matrices, such as the query, key and value projections.
+/// Stacked matrices have the same number of columns. The rows of the stack are the rows of its matrices, in order.
 #[derive(Clone, Debug)]
 pub enum Matrix {
     /// A float tensor, `[rows, columns]`.
     Dense(Tensor),
-    /// One or more quantized parts that a single kernel can process.
+    /// A stack of one or more quantized matrices that a single kernel can process.
     Quantized(Vec<QuantizedMatrix>),
-    /// Parts that cannot all be processed by one kernel.
+    /// A stack of matrices that cannot all be processed by one kernel.
     Concatenated(Vec<Matrix>),
 }
 
@@ -30,16 +30,16 @@ impl Matrix {
     pub fn dims(&self) -> (usize, usize) {
         match self {
             Self::Dense(weight) => (weight.dims()[0], weight.dims()[1]),
-            Self::Quantized(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
-            Self::Concatenated(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
+            Self::Quantized(stack) => (stack.iter().map(|matrix| matrix.dims().0).sum(), stack[0].dims().1),
+            Self::Concatenated(stack) => (stack.iter().map(|matrix| matrix.dims().0).sum(), stack[0].dims().1),
         }
     }
 
     pub fn device(&self) -> &Device {
         match self {
             Self::Dense(weight) => weight.device(),
-            Self::Quantized(parts) => parts[0].device(),
-            Self::Concatenated(parts) => parts[0].device(),
+            Self::Quantized(stack) => stack[0].device(),
+            Self::Concatenated(stack) => stack[0].device(),
         }
     }
 
@@ -47,28 +47,28 @@ impl Matrix {
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Dense(weight) => crate::kernels::bytes(weight),
-            Self::Quantized(parts) => parts.iter().map(QuantizedMatrix::bytes).sum(),
-            Self::Concatenated(parts) => parts.iter().map(Matrix::bytes).sum(),
+            Self::Quantized(stack) => stack.iter().map(QuantizedMatrix::bytes).sum(),
+            Self::Concatenated(stack) => stack.iter().map(Matrix::bytes).sum(),
         }
     }
 
-    /// Returns the quantized format that all parts share.
+    /// Returns the quantized format that all matrices of the stack share.
     /// Returns `None` if the matrix is not [`Quantized`](Self::Quantized), or if the formats differ.
     pub fn format(&self) -> Option<WeightFormat> {
         match self {
-            Self::Quantized(parts) => {
-                Some(parts[0].format).filter(|first| parts.iter().all(|part| part.format == *first))
+            Self::Quantized(stack) => {
+                Some(stack[0].format).filter(|first| stack.iter().all(|matrix| matrix.format == *first))
             }
             _ => None,
         }
     }
 
-    /// Returns the input quantization that all parts share.
-    /// Returns `None` if the matrix is not [`Quantized`](Self::Quantized), or if the parts differ.
+    /// Returns the input quantization that all matrices of the stack share.
+    /// Returns `None` if the matrix is not [`Quantized`](Self::Quantized), or if the input quantizations differ.
     pub fn input_quantization(&self) -> Option<InputQuantization> {
         match self {
-            Self::Quantized(parts) => Some(parts[0].input_quantization)
-                .filter(|first| parts.iter().all(|part| part.input_quantization == *first)),
+            Self::Quantized(stack) => Some(stack[0].input_quantization)
+                .filter(|first| stack.iter().all(|matrix| matrix.input_quantization == *first)),
             _ => None,
         }
     }
@@ -82,14 +82,14 @@ impl Matrix {
         }
         Ok(match self {
             Self::Dense(weight) => Self::Dense(weight.narrow(0, first, rows)?),
-            Self::Quantized(parts) => {
-                let ranges = overlaps(parts.iter().map(|part| part.dims().0), first..first + rows);
-                let selected = ranges.into_iter().map(|(part, range)| parts[part].rows(range.start, range.len()));
+            Self::Quantized(stack) => {
+                let ranges = overlaps(stack.iter().map(|matrix| matrix.dims().0), first..first + rows);
+                let selected = ranges.into_iter().map(|(index, range)| stack[index].rows(range.start, range.len()));
                 Self::Quantized(selected.collect::<Result<_>>()?)
             }
-            Self::Concatenated(parts) => {
-                let ranges = overlaps(parts.iter().map(|part| part.dims().0), first..first + rows);
-                let selected = ranges.into_iter().map(|(part, range)| parts[part].rows(range.start, range.len()));
+            Self::Concatenated(stack) => {
+                let ranges = overlaps(stack.iter().map(|matrix| matrix.dims().0), first..first + rows);
+                let selected = ranges.into_iter().map(|(index, range)| stack[index].rows(range.start, range.len()));
                 let mut selected = selected.collect::<Result<Vec<_>>>()?;
                 if selected.len() == 1 { selected.remove(0) } else { Self::Concatenated(selected) }
             }
@@ -98,7 +98,7 @@ impl Matrix {
 
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]`, in the dtype of the dense parts, or in any float dtype if all parts are quantized.
+    /// `x` is `[tokens, columns]`, in the dtype of the dense matrices, or in any float dtype if all are quantized.
     /// If a dense matrix has no columns, the product contains only zeros.
     pub fn matmul(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         self.matmul_into(x, sum_order, None)
@@ -111,22 +111,21 @@ impl Matrix {
                 Tensor::zeros((x.dim(0)?, weight.dim(0)?), DType::F32, x.device())
             }
             Self::Dense(weight) => matmul_f32_into(x, weight, sum_order, out),
-            Self::Quantized(parts) => match self.device() {
+            Self::Quantized(stack) => match self.device() {
                 #[cfg(feature = "cuda")]
-                Device::Cuda(device) => quantized_ops::matmul(device, parts, x, sum_order),
+                Device::Cuda(device) => quantized_ops::matmul(device, stack, x, sum_order),
                 _ => {
-                    let products = parts.iter().map(|part| part.matmul(x)).collect::<Result<Vec<_>>>()?;
+                    let products = stack.iter().map(|matrix| matrix.matmul(x)).collect::<Result<Vec<_>>>()?;
                     Tensor::cat(&products, 1)
                 }
             },
-            Self::Concatenated(parts) => {
-                Tensor::cat(&parts.iter().map(|part| part.matmul(x, sum_order)).collect::<Result<Vec<_>>>()?, 1)
+            Self::Concatenated(stack) => {
+                Tensor::cat(&stack.iter().map(|matrix| matrix.matmul(x, sum_order)).collect::<Result<Vec<_>>>()?, 1)
             }
         }
     }
 
     /// Returns x · Wᵀ as partial sums, f32 `[parts, tokens, rows]`. The product is the sum over these parts.
-    /// They divide the columns of the matrix, whereas the parts of the matrix divide its rows.
     pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() > 0 => matmul_parts(x, weight, sum_order),
@@ -163,24 +162,25 @@ impl Matrix {
     /// Returns the rows `ids` of the matrix, multiplied by `scale`, as f32 `[tokens, columns]`.
     ///
     /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
-    /// Fails if the matrix has several parts.
+    /// Fails if the matrix is a stack of several matrices.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self {
             Self::Dense(table) => crate::kernels::rows::embed(table, ids, scale),
-            Self::Quantized(parts) if parts.len() == 1 => parts[0].embed(ids, scale),
-            _ => bail!("cannot look up embeddings: the matrix has several parts"),
+            Self::Quantized(stack) if stack.len() == 1 => stack[0].embed(ids, scale),
+            _ => bail!("cannot look up embeddings: the matrix is a stack of several matrices"),
         }
     }
 }
 
-/// Returns the index of each part that overlaps the rows `selected`, and the range of selected rows within the part.
-fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
+/// Returns the index of each matrix of a stack that overlaps the rows `selected`, and the selected rows of this matrix.
+/// `rows` has the number of rows of each matrix.
+fn overlaps(rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let mut end = 0;
-    let overlap = |(part, rows): (usize, usize)| {
+    let overlap = |(index, rows): (usize, usize)| {
         let start = end;
         end += rows;
         let range = selected.start.max(start)..selected.end.min(end);
-        (!range.is_empty()).then(|| (part, range.start - start..range.end - start))
+        (!range.is_empty()).then(|| (index, range.start - start..range.end - start))
     };
-    part_rows.enumerate().filter_map(overlap).collect()
+    rows.enumerate().filter_map(overlap).collect()
 }

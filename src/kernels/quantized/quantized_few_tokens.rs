@@ -40,26 +40,26 @@ pub fn is_fastest(tokens: usize) -> bool {
 
 /// Returns whether `quantized_few_tokens` supports these matrices and this input dtype. Does not check the number of
 /// tokens.
-pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
+pub fn is_supported(stack: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
         // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
         && columns.is_multiple_of(8)
-        && parts.iter().all(|part| part.input_quantization == parts[0].input_quantization)
+        && stack.iter().all(|matrix| matrix.input_quantization == stack[0].input_quantization)
 }
 
-/// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
+/// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of the matrices in `stack`.
 ///
-/// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must return true for the parts.
+/// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must return true for the stack.
 /// Quantized inputs and the weights of `Int8` and `Fp8` matrices are exact in the dtype of `x`, because their scales
 /// are applied to the sums. Weights in other formats are rounded to the dtype of `x`.
 pub fn matmul_few_tokens(
     device: &CudaDevice,
-    parts: &[QuantizedMatrix],
+    stack: &[QuantizedMatrix],
     x: &Tensor,
     sum_order: SumOrder,
 ) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
-    let (x, scales) = match parts[0].input_quantization {
+    let (x, scales) = match stack[0].input_quantization {
         InputQuantization::None => (x.clone(), None),
         quantization => {
             let (x, scales) = quantize_without_scale(device, x, quantization)?;
@@ -70,7 +70,7 @@ pub fn matmul_few_tokens(
     // The number of blocks determines how the sum of a row is split into partial sums.
     // For a fixed order of additions, the number of blocks must not depend on the number of tokens.
     let resident = if sum_order == SumOrder::Fixed { 1 } else { resident };
-    let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
+    let tiles: usize = stack.iter().map(|matrix| matrix.dims().0.div_ceil(ROWS)).sum();
     let steps = tiles * columns.div_ceil(QUANTIZED_FEW_TOKENS_COLUMNS);
     let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);
     let token_tiles = tokens.div_ceil(tile_tokens);
@@ -78,7 +78,7 @@ pub fn matmul_few_tokens(
         let limit = QUANTIZED_FEW_TOKENS_COUNTERS;
         bail!("cannot multiply {tokens} tokens: {blocks} × {token_tiles} thread blocks exceed the limit of {limit}");
     }
-    let stride = parts.iter().map(|part| part.dims().0).sum();
+    let stride = stack.iter().map(|matrix| matrix.dims().0).sum();
     // SAFETY: the kernel writes every row and column of `y`.
     let y = unsafe { scratch::empty((tokens, stride), DType::F32, x.device())? };
     // SAFETY: the kernel reads only partial sums that it has written.
@@ -86,10 +86,10 @@ pub fn matmul_few_tokens(
     let arguments = Arguments::new()
         .tensor(&x)?
         .optional(scales.as_ref())?
-        .stack(parts)?
+        .stack(stack)?
         .tensor(&y)?
         .tensor(&partials)?
-        .int(parts.len())
+        .int(stack.len())
         .int(tokens)
         .int(columns)
         .int(stride);
@@ -97,8 +97,8 @@ pub fn matmul_few_tokens(
     let shape = LaunchShape::new((blocks, token_tiles, 1), QUANTIZED_FEW_TOKENS_THREADS)
         .with_shared_bytes(QUANTIZED_FEW_TOKENS_STAGES * stage_bytes);
     let kernel = format!("quantized_few_tokens_{tile_tokens}_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: `quantized_ops::matmul` checks that all parts have `columns` columns.
-    // `y` has a column for each row of the parts.
+    // SAFETY: `quantized_ops::matmul` checks that all matrices have `columns` columns.
+    // `y` has a column for each row of the stack.
     unsafe { Launch::new(module!("quantized_few_tokens"), kernel, shape, arguments).enqueue(device)? };
     Ok(y)
 }

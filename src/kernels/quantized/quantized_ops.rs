@@ -74,21 +74,21 @@ pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale:
     Ok(out)
 }
 
-/// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
+/// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of the matrices in `stack`.
 ///
 /// `x` is `[tokens, columns]` in any float dtype.
-/// For each part, first quantizes `x` as the `input_quantization` of the part specifies.
-pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+/// For each matrix, first quantizes `x` as the `input_quantization` of the matrix specifies.
+pub fn matmul(device: &CudaDevice, stack: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
-    if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
-        bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
+    if let Some(matrix) = stack.iter().find(|matrix| matrix.dims().1 != columns) {
+        bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), matrix.dims());
     }
-    let has_few_tokens_kernel = quantized_few_tokens::is_supported(parts, columns, x.dtype());
+    let has_few_tokens_kernel = quantized_few_tokens::is_supported(stack, columns, x.dtype());
     // With 8-bit inputs, tensor cores multiply 8-bit weights without converting them.
     // However, Hopper's tensor cores accumulate FP8 products with fewer mantissa bits than f32 has.
     // For up to 32 tokens, where memory bandwidth limits the speed, FP8 matrices are therefore multiplied as floats if
     // `quantized_few_tokens` or `quantized_matvec` supports the product.
-    let eight_bit_types = parts.iter().map(|part| eight_bit_type(device, part)).collect::<Result<Vec<_>>>()?;
+    let eight_bit_types = stack.iter().map(|matrix| eight_bit_type(device, matrix)).collect::<Result<Vec<_>>>()?;
     let uses_eight_bits = eight_bit_types.iter().all(|eight_bit_type| match eight_bit_type {
         Some(EightBitType::Int8) => tokens > 1,
         Some(EightBitType::Fp8) => tokens > 32,
@@ -96,49 +96,49 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_or
     });
     match sum_order {
         SumOrder::Fastest if has_few_tokens_kernel && !uses_eight_bits && quantized_few_tokens::is_fastest(tokens) => {
-            return matmul_few_tokens(device, parts, &x, sum_order);
+            return matmul_few_tokens(device, stack, &x, sum_order);
         }
-        SumOrder::Fixed if has_few_tokens_kernel => return matmul_few_tokens(device, parts, &x, sum_order),
+        SumOrder::Fixed if has_few_tokens_kernel => return matmul_few_tokens(device, stack, &x, sum_order),
         SumOrder::Fixed if tokens > 1 => {
-            return each_row(&x, |row| matmul(device, parts, row, SumOrder::Fastest));
+            return each_row(&x, |row| matmul(device, stack, row, SumOrder::Fastest));
         }
         _ => {}
     }
-    let stride = parts.iter().map(|part| part.dims().0).sum();
+    let stride = stack.iter().map(|matrix| matrix.dims().0).sum();
     // SAFETY: the products below write every column of every row of `out`.
     let out = unsafe { scratch::empty((tokens, stride), DType::F32, x.device())? };
-    // The quantized input of the previous part. The parts of a stack usually have the same input quantization, and can
-    // then share the quantized input.
+    // The quantized input of the previous matrix. The matrices of a stack usually have the same input quantization,
+    // and can then share the quantized input.
     let mut quantized: Option<(InputQuantization, QuantizedRows)> = None;
     let mut first = 0;
-    for (part, eight_bit_type) in parts.iter().zip(eight_bit_types) {
+    for (matrix, eight_bit_type) in stack.iter().zip(eight_bit_types) {
         let output = OutputColumns { tensor: &out, first, stride };
-        match (part.input_quantization, eight_bit_type) {
-            _ if tokens <= MATVEC_TOKENS && !uses_eight_bits && can_matvec(device, part)? => {
-                matvec(device, part, &x, output)?
+        match (matrix.input_quantization, eight_bit_type) {
+            _ if tokens <= MATVEC_TOKENS && !uses_eight_bits && can_matvec(device, matrix)? => {
+                matvec(device, matrix, &x, output)?
             }
-            (InputQuantization::None, _) => matmul_dequantized(device, part, &x, output)?,
+            (InputQuantization::None, _) => matmul_dequantized(device, matrix, &x, output)?,
             (quantization, Some(eight_bit_type)) => {
                 let rows = match quantized.take() {
                     Some((same, rows)) if same == quantization => rows,
                     _ => QuantizedRows::new(device, &x, quantization)?,
                 };
-                multiply_eight_bit(device, part, &rows, output, eight_bit_type)?;
+                multiply_eight_bit(device, matrix, &rows, output, eight_bit_type)?;
                 quantized = Some((quantization, rows));
             }
             (quantization, None) => {
-                matmul_dequantized(device, part, &fake_quantize(device, &x, quantization)?, output)?
+                matmul_dequantized(device, matrix, &fake_quantize(device, &x, quantization)?, output)?
             }
         }
-        first += part.dims().0;
+        first += matrix.dims().0;
     }
     Ok(out)
 }
 
 /// Returns whether the input vector of `matvec` fits in the shared memory of a thread block.
 /// 1 KiB is reserved for static shared memory.
-fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
-    Ok(input_bytes(part.format, part.dims().1) + 1024 <= max_shared_bytes(device)?)
+fn can_matvec(device: &CudaDevice, matrix: &QuantizedMatrix) -> Result<bool> {
+    Ok(input_bytes(matrix.format, matrix.dims().1) + 1024 <= max_shared_bytes(device)?)
 }
 
 /// A view of an f32 tensor `[tokens, stride]` that starts at column `first`.
@@ -156,19 +156,19 @@ impl OutputColumns<'_> {
     }
 }
 
-fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
-    let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
+fn matvec(device: &CudaDevice, matrix: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
+    let ((tokens, columns), (rows, _)) = (x.dims2()?, matrix.dims());
     let arguments = Arguments::new()
         .tensor(x)?
-        .stack(std::slice::from_ref(part))?
+        .stack(std::slice::from_ref(matrix))?
         .address(output.address(0)?)
         .int(rows)
         .int(columns)
         .int(output.stride)
-        .input_quantization(part.input_quantization);
+        .input_quantization(matrix.input_quantization);
     let blocks = rows.div_ceil(2 * QUANTIZED_WARPS).min(multiprocessors(device)?);
     let shape = LaunchShape::new((blocks, tokens, 1), 32 * QUANTIZED_WARPS)
-        .with_shared_bytes(input_bytes(part.format, columns));
+        .with_shared_bytes(input_bytes(matrix.format, columns));
     let kernel = format!("quantized_matvec_{}", dtype_suffix(x.dtype())?);
     // SAFETY: the caller checked the shapes. `output` has a column for each row of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
@@ -210,11 +210,11 @@ pub fn expert_matvec(
     Ok(out)
 }
 
-fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
-    let (rows, columns) = part.dims();
+fn matmul_dequantized(device: &CudaDevice, matrix: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
+    let (rows, columns) = matrix.dims();
     let rows_at_a_time = (DEQUANTIZED_AT_A_TIME / columns).next_multiple_of(128);
     for first in (0..rows).step_by(rows_at_a_time) {
-        let weight = dequantize(device, &part.rows(first, rows_at_a_time.min(rows - first))?, x.dtype())?;
+        let weight = dequantize(device, &matrix.rows(first, rows_at_a_time.min(rows - first))?, x.dtype())?;
         // SAFETY: `output` has a column for each row of the matrix.
         unsafe { gemm(device, x, &weight, output.address(first)?, output.stride, DType::F32)? };
     }
@@ -223,12 +223,12 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
 
 /// Returns the type of both inputs of 8-bit products with a matrix. Returns `None` if the matrix has no input
 /// quantization, or if its format, its number of rows or the GPU does not support 8-bit products.
-fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
+fn eight_bit_type(device: &CudaDevice, matrix: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.
-    let is_aligned = part.dims().0.is_multiple_of(16);
-    Ok(match part.format {
-        _ if part.input_quantization == InputQuantization::None => None,
+    let is_aligned = matrix.dims().0.is_multiple_of(16);
+    Ok(match matrix.format {
+        _ if matrix.input_quantization == InputQuantization::None => None,
         WeightFormat::Int8 if is_aligned => Some(EightBitType::Int8),
         WeightFormat::Fp8 if is_aligned && capability >= (8, 9) => Some(EightBitType::Fp8),
         _ => None,
@@ -273,14 +273,14 @@ impl QuantizedRows {
 /// Multiplies `x` by 8-bit weights on tensor cores, applies the scales, and writes the products to `output`.
 fn multiply_eight_bit(
     device: &CudaDevice,
-    part: &QuantizedMatrix,
+    matrix: &QuantizedMatrix,
     x: &QuantizedRows,
     output: OutputColumns,
     eight_bit_type: EightBitType,
 ) -> Result<()> {
-    let (tokens, (rows, _)) = (x.scales.dims1()?, part.dims());
-    let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else {
-        bail!("cannot multiply in 8 bits: format {:?} has no row scales", part.format)
+    let (tokens, (rows, _)) = (x.scales.dims1()?, matrix.dims());
+    let (Some(low), Some(weight_scales)) = (&matrix.planes[0], &matrix.planes[2]) else {
+        bail!("cannot multiply in 8 bits: format {:?} has no row scales", matrix.format)
     };
     let sums = matmul_8bit(device, eight_bit_type, low, &x.values)?;
     let arguments = Arguments::new()
