@@ -12,97 +12,148 @@ use crate::text::counted;
 /// A slash command and its help.
 struct SlashCommand {
     name: &'static str,
+    /// Other names of the command, which the help and Tab do not list.
+    aliases: &'static [&'static str],
+    /// The arguments as the help shows them. If this is empty, the command accepts no arguments.
     arguments: &'static str,
     summary: &'static str,
     /// Text that only `/help NAME` shows, below the summary.
     details: &'static str,
+    /// Runs the command with the trimmed text after its name. An error is a message for the user.
+    run: fn(&str, &mut Session) -> Result<CommandOutcome, String>,
 }
 
+/// All slash commands, in the order in which `/help` lists them.
 const COMMANDS: &[SlashCommand] = &[
-    SlashCommand { name: "help", arguments: "[COMMAND]", summary: "list the commands, or explain one", details: "" },
-    SlashCommand { name: "exit", arguments: "", summary: "leave (or press Ctrl-D, or Ctrl-C twice)", details: "" },
+    SlashCommand {
+        name: "help",
+        aliases: &["?"],
+        arguments: "[COMMAND]",
+        summary: "list the commands, or explain one",
+        details: "",
+        run: |name, _| help(name).map(CommandOutcome::Done),
+    },
+    SlashCommand {
+        name: "exit",
+        aliases: &["quit", "bye"],
+        arguments: "",
+        summary: "leave (or press Ctrl-D, or Ctrl-C twice)",
+        details: "",
+        run: |_, _| Ok(CommandOutcome::Leave),
+    },
     SlashCommand {
         name: "clear",
+        aliases: &[],
         arguments: "",
         summary: "start a new conversation",
         details: "Keeps the system prompt and the settings. If the old conversation was saved, /load opens it.",
+        run: |_, session| clear(session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "undo",
+        aliases: &[],
         arguments: "",
         summary: "remove the last question and its answer",
         details: "Repeat /undo to remove earlier turns. The model no longer sees the removed messages.",
+        run: |_, session| undo(session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "regen",
+        aliases: &[],
         arguments: "",
         summary: "answer the last question again",
         details: "At a temperature above 0, the new answer can differ. The old answer stays if the new one fails or is \
                   stopped before its first word.",
+        run: |_, _| Ok(CommandOutcome::Regenerate),
     },
     SlashCommand {
         name: "system",
+        aliases: &[],
         arguments: "[TEXT]",
         summary: "show the system prompt, or start over with a new one",
         details: "To set the system prompt at startup, use the --system flag.",
+        run: |text, session| system(text, session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "set",
+        aliases: &[],
         arguments: "[NAME VALUE]",
         summary: "show or change the settings",
         details: "Settings have the same names as the flags of `inferno play`. `/set stop none` removes all stop \
                   strings. `/set max-tokens none` removes the token limit. `/set plain on` turns off Markdown \
                   formatting.",
+        run: |arguments, session| set(arguments, session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "reasoning",
+        aliases: &[],
         arguments: "EFFORT",
         summary: "set the reasoning effort: low, medium, high",
         details: "`/reasoning show` and `/reasoning hide` show or hide the reasoning. Not every model supports effort \
                   levels. gpt-oss always reasons; its reasoning cannot be turned off.",
+        run: |effort, session| reasoning(effort, session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "file",
+        aliases: &[],
         arguments: "[PATH]",
         summary: "attach a text file to the next message",
         details: "Repeat the command to attach more files. Without a path, the command lists the attached files. \
                   `/file none` detaches all files.",
+        run: |path, session| file::run(path, session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "save",
+        aliases: &[],
         arguments: "NAME",
         summary: "name this conversation",
         details: "Conversations are saved after each turn, except with --raw or INFERNO_NOHISTORY=1. To open one by \
                   name, type /load NAME or run `inferno play --resume NAME`. `/save NAME --cache` also saves the KV \
                   cache of the conversation. When you open the conversation again, its old messages then need no \
                   prefill. The saved KV cache can take several GB.",
+        run: |arguments, session| save(arguments, session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "load",
+        aliases: &[],
         arguments: "[NAME]",
         summary: "continue a saved conversation, or list all",
         details: "The saved messages and settings replace the current ones. The model stays the same.",
+        run: |name, session| load(name, session).map(CommandOutcome::Done),
     },
     SlashCommand {
         name: "export",
+        aliases: &[],
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
         details: "Markdown contains the text of the messages. JSON contains the model, the revision, the settings, \
                   and the messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
+        run: |arguments, session| export::run(arguments, session).map(CommandOutcome::Done),
     },
-    SlashCommand { name: "stats", arguments: "", summary: "describe the model and the conversation", details: "" },
+    SlashCommand {
+        name: "stats",
+        aliases: &[],
+        arguments: "",
+        summary: "describe the model and the conversation",
+        details: "",
+        run: |_, session| Ok(CommandOutcome::Done(info::stats(session))),
+    },
     SlashCommand {
         name: "context",
+        aliases: &[],
         arguments: "",
         summary: "show how full the context is",
         details: "`/set overflow stop|drop-oldest` selects what happens when the context is full.",
+        run: |_, session| info::context(session).map(CommandOutcome::Done).map_err(message),
     },
     SlashCommand {
         name: "model",
+        aliases: &[],
         arguments: "[NAME]",
         summary: "switch to another model, or list all",
         details: "Keeps the conversation and the settings that you chose. If the new model cannot be loaded, the old \
                   model is loaded again.",
+        run: model,
     },
 ];
 
@@ -144,36 +195,24 @@ pub fn run(line: &str, session: &mut Session) -> CommandOutcome {
     if line.contains('\n') && name != "/system" {
         return CommandOutcome::NotACommand;
     }
-    let without_arguments = ["/exit", "/quit", "/bye", "/clear", "/undo", "/regen", "/stats", "/context"];
-    if without_arguments.contains(&name) && !arguments.is_empty() {
-        return CommandOutcome::Done(format!("{name} takes no arguments, but got {arguments:?}"));
-    }
-    let result = match name {
-        "/help" | "/?" => help(arguments),
-        "/exit" | "/quit" | "/bye" => return CommandOutcome::Leave,
-        "/clear" => session.clear().map(|old| with_saved_name("new conversation", old)).map_err(message),
-        "/undo" => undo(session),
-        "/regen" => return CommandOutcome::Regenerate,
-        "/system" => system(arguments, session),
-        "/set" => set(arguments, session),
-        "/reasoning" if arguments.is_empty() => Ok(session.setting("reasoning")),
-        "/reasoning" => session.change_setting("reasoning", arguments),
-        "/file" => file::run(arguments, session),
-        "/save" => save(arguments, session),
-        "/load" => load(arguments, session),
-        "/export" => export::run(arguments, session),
-        "/stats" => Ok(info::stats(session)),
-        "/context" => info::context(session).map_err(message),
-        "/model" if arguments.is_empty() => Ok(models(session)),
-        "/model" => return CommandOutcome::SwitchModel(arguments.to_string()),
+    let Some(word) = name.strip_prefix('/') else { return CommandOutcome::NotACommand };
+    let Some(command) = find(word) else {
         // A message can start with a path, such as /etc/hosts.
         // Only a word of lowercase letters after the slash counts as a mistyped command.
-        _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
-            Err(unknown_command(&name[1..]))
+        if word.is_empty() || !word.chars().all(|c| c.is_ascii_lowercase()) {
+            return CommandOutcome::NotACommand;
         }
-        _ => return CommandOutcome::NotACommand,
+        return CommandOutcome::Done(unknown_command(word));
     };
-    CommandOutcome::Done(result.unwrap_or_else(|error| error))
+    if command.arguments.is_empty() && !arguments.is_empty() {
+        return CommandOutcome::Done(format!("{name} takes no arguments, but got {arguments:?}"));
+    }
+    (command.run)(arguments, session).unwrap_or_else(CommandOutcome::Done)
+}
+
+/// Returns the command with this name or alias, without the slash.
+fn find(name: &str) -> Option<&'static SlashCommand> {
+    COMMANDS.iter().find(|command| command.name == name || command.aliases.contains(&name))
 }
 
 fn message(error: anyhow::Error) -> String {
@@ -208,6 +247,10 @@ fn help(name: &str) -> Result<String, String> {
     Ok(lines.join("\n"))
 }
 
+fn clear(session: &mut Session) -> Result<String, String> {
+    session.clear().map(|old| with_saved_name("new conversation", old)).map_err(message)
+}
+
 fn undo(session: &mut Session) -> Result<String, String> {
     match session.undo().map_err(message)? {
         Some(question) => Ok(format!("removed: {}", question.lines().next_back().unwrap_or(""))),
@@ -233,6 +276,10 @@ fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
         }
         None => Err(format!("usage: /set {arguments} VALUE")),
     }
+}
+
+fn reasoning(effort: &str, session: &mut Session) -> Result<String, String> {
+    if effort.is_empty() { Ok(session.setting("reasoning")) } else { session.change_setting("reasoning", effort) }
 }
 
 fn save(arguments: &str, session: &mut Session) -> Result<String, String> {
@@ -276,6 +323,14 @@ pub fn summary(session: &Session) -> String {
     let last = last.and_then(|message| message.content.lines().next_back()).unwrap_or("");
     let questions = if count == 1 { "question" } else { "questions" };
     format!("a conversation with {count} {questions}; last: {last}")
+}
+
+fn model(name: &str, session: &mut Session) -> Result<CommandOutcome, String> {
+    Ok(if name.is_empty() {
+        CommandOutcome::Done(models(session))
+    } else {
+        CommandOutcome::SwitchModel(name.to_string())
+    })
 }
 
 fn models(session: &Session) -> String {
