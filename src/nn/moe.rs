@@ -211,8 +211,8 @@ impl ClampedMoe {
         let alternating = 2 * share.start..2 * share.end;
         let gate_up_weights = all.rows([alternating], 2 * intermediate_size);
         let down_weights = all.columns(share.clone(), intermediate_size);
-        let gate_up = mxfp4::experts(&gate_up_weights, "gate_up_proj", (experts, 2 * share.len(), hidden_size))?;
-        let down = mxfp4::experts(&down_weights, "down_proj", (experts, hidden_size, share.len()))?;
+        let gate_up = mxfp4::experts(&gate_up_weights, "gate_up_proj", [experts, 2 * share.len(), hidden_size])?;
+        let down = mxfp4::experts(&down_weights, "down_proj", [experts, hidden_size, share.len()])?;
         let (gate_up_proj, down_proj) = mxfp4::for_tensor_cores(&all, gate_up, down)?;
         let down_bias = all.float("down_proj_bias", &[experts, hidden_size])?;
         Ok(Self {

@@ -80,8 +80,6 @@ impl<'c> WeightsBuilder<'c> {
         Self { threads: Some(ReaderThreads::Parts(Arc::new(reader))), ..self }
     }
 
-    /// Returns the weights.
-    ///
     /// If a single rank loads safetensors files to a GPU without quantizing them, and the caller has set no reader,
     /// background threads start reading the files immediately.
     ///

@@ -102,13 +102,13 @@ impl Checkpoint {
     /// although 1 would suffice for them.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {
-            Self::Gguf(model) => model.stored_type(name).and_then(quantized::format),
+            Self::Gguf(model) => model.stored_type(name).and_then(quantized::weight_format),
             Self::Safetensors(checkpoint) if checkpoint.info(&format!("{name}_scale")).is_some() => {
-                return unit_of(checkpoint.scheme(module(name)).map(|scheme| scheme.format.memory_format()));
+                return unit_of(checkpoint.scheme(module(name)).map(|scheme| scheme.code_type.weight_format()));
             }
             Self::Safetensors(_) => None,
         };
-        unit_of(stored.or_else(|| target?.format(columns)))
+        unit_of(stored.or_else(|| target?.weight_format(columns)))
     }
 
     /// Returns the memory format and the shape of a matrix that is quantized in the file and stays quantized in memory.
@@ -116,13 +116,13 @@ impl Checkpoint {
     pub(super) fn quantized_shape(&self, name: &str, info: &TensorInfo) -> Option<QuantizedShape> {
         match (self, info.shape.as_slice()) {
             (Self::Gguf(model), _) => {
-                let format = quantized::format(model.stored_type(name)?)?;
+                let format = quantized::weight_format(model.stored_type(name)?)?;
                 let (rows, columns) = model.matrix_shape(name).ok()??;
                 Some(QuantizedShape { format, rows, columns })
             }
             (Self::Safetensors(checkpoint), &[rows, columns]) => {
                 checkpoint.info(&format!("{name}_scale"))?;
-                let format = checkpoint.scheme(module(name))?.format.memory_format();
+                let format = checkpoint.scheme(module(name))?.code_type.weight_format();
                 Some(QuantizedShape { format, rows, columns })
             }
             _ => None,

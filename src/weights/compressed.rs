@@ -27,7 +27,7 @@ use crate::error::Error;
 use crate::kernels::quantized;
 use crate::text::{excerpt, library_error, quote};
 
-/// The prefix of a layer selector (target) that is a regular expression.
+/// The prefix of a target that is a regular expression.
 const PATTERN: &str = "re:";
 
 /// The maximum number of targets in a `quantization_config`, including the targets in `ignore`.
@@ -44,14 +44,14 @@ const MAX_PATTERN_BYTES: usize = 1 << 20;
 pub struct CompressedConfig {
     /// A layer uses the first rule whose target matches its name, or else the first rule for a linear class.
     /// The layer is unquantized if a target in `ignore` matches it, if no rule matches, or if the rule has no scheme.
-    rules: Vec<(LayerSelector, Option<Scheme>)>,
-    ignore: Vec<LayerSelector>,
+    rules: Vec<(Target, Option<Scheme>)>,
+    ignore: Vec<Target>,
 }
 
 /// The quantization scheme of a linear layer. Quantization is always symmetric: value = code · scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scheme {
-    pub format: Format,
+    pub code_type: CodeType,
     pub weight_scales: WeightScales,
     pub activations: Activations,
     /// Whether four 8-bit codes are packed into each 32-bit word.
@@ -61,7 +61,7 @@ pub struct Scheme {
 /// The type of the quantized values (codes).
 /// A code is the value divided by the scale, rounded half to even, and clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum CodeType {
     /// Codes from -128 to 127. A per-token scale is the token's largest magnitude divided by 127.5, so -128 can occur.
     /// A value that is 127.5 times the scale rounds to 128 and is clamped to 127.
     Int8,
@@ -70,9 +70,9 @@ pub enum Format {
     Fp8,
 }
 
-impl Format {
+impl CodeType {
     /// Returns the format of the loaded weight matrix.
-    pub fn memory_format(self) -> quantized::WeightFormat {
+    pub fn weight_format(self) -> quantized::WeightFormat {
         match self {
             Self::Int8 => quantized::WeightFormat::Int8,
             Self::Fp8 => quantized::WeightFormat::Fp8,
@@ -88,7 +88,7 @@ pub enum WeightScales {
     PerChannel,
 }
 
-/// The quantization of a linear layer's input. Input codes have the same [`Format`] as weight codes.
+/// The quantization of a linear layer's input. Input codes have the same [`CodeType`] as weight codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
     /// Only the weights of the layer are quantized.
@@ -99,9 +99,9 @@ pub enum Activations {
     Static,
 }
 
-/// A layer selector: a layer name, a layer class, or `re:` and a regex that must match at the start of the name.
+/// A target, which selects layers: a layer name, a layer class, or `re:` and a regex that must match at the start of the name.
 #[derive(Debug)]
-struct LayerSelector {
+struct Target {
     text: String,
     pattern: Option<Regex>,
 }
@@ -218,8 +218,8 @@ impl CompressedConfig {
                 "quantization_config with more than {MAX_TARGETS} targets or {MAX_PATTERNS} patterns"
             ));
         }
-        let rules = schemes.into_iter().map(|((_, target), scheme)| Ok((LayerSelector::new(target)?, scheme)));
-        let ignore = ignore.into_iter().map(LayerSelector::new);
+        let rules = schemes.into_iter().map(|((_, target), scheme)| Ok((Target::new(target)?, scheme)));
+        let ignore = ignore.into_iter().map(Target::new);
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
@@ -228,8 +228,8 @@ impl CompressedConfig {
     pub fn name(&self) -> String {
         let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
         let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };
-        let format = if scheme.format == Format::Int8 { "int8" } else { "fp8" };
-        format!("w8a{activations} {format}")
+        let code_type = if scheme.code_type == CodeType::Int8 { "int8" } else { "fp8" };
+        format!("w8a{activations} {code_type}")
     }
 
     /// Returns the quantization scheme of a linear layer, or `None` if the layer is unquantized.
@@ -244,7 +244,7 @@ impl CompressedConfig {
     }
 }
 
-impl LayerSelector {
+impl Target {
     fn new(text: String) -> Result<Self> {
         let compile = |pattern| RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(MAX_PATTERN_BYTES).build();
         let pattern = match text.strip_prefix(PATTERN).map(compile) {
@@ -287,8 +287,8 @@ impl ConfigGroup {
         };
         let group_path = path;
         let path = &format!("{group_path}.weights");
-        let format = weights.format(path)?;
-        if is_packed && format != Format::Int8 {
+        let code_type = weights.code_type(path)?;
+        if is_packed && code_type != CodeType::Int8 {
             return unsupported(format!("a packed 'float' type in {path}"));
         }
         let weight_scales = match (weights.strategy(), weights.is_dynamic(path)?) {
@@ -300,7 +300,7 @@ impl ConfigGroup {
         let path = &format!("{group_path}.input_activations");
         let activations = match &self.input_activations {
             None => Activations::Unquantized,
-            Some(inputs) if inputs.format(path)? != format => {
+            Some(inputs) if inputs.code_type(path)? != code_type => {
                 return unsupported(format!("{path} with a different type than the weights"));
             }
             Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
@@ -313,12 +313,12 @@ impl ConfigGroup {
                 (other, _) => return unsupported(format!("strategy={} in {path}", quote(other))),
             },
         };
-        Ok(Some(Scheme { format, weight_scales, activations, is_packed }))
+        Ok(Some(Scheme { code_type, weight_scales, activations, is_packed }))
     }
 }
 
 impl QuantizationArgs {
-    fn format(&self, path: &str) -> Result<Format> {
+    fn code_type(&self, path: &str) -> Result<CodeType> {
         if self.num_bits.is_object() {
             return unsupported(format!("per-layer num_bits in {path}"));
         }
@@ -337,8 +337,8 @@ impl QuantizationArgs {
             return unsupported(format!("group_size={size} in {path}"));
         }
         match self.kind.as_deref().unwrap_or("int").to_lowercase().as_str() {
-            "int" => Ok(Format::Int8),
-            "float" => Ok(Format::Fp8),
+            "int" => Ok(CodeType::Int8),
+            "float" => Ok(CodeType::Fp8),
             other => unsupported(format!("type={} in {path}", quote(other))),
         }
     }
@@ -390,8 +390,8 @@ mod tests {
         json!({"targets": targets, "weights": {"num_bits": 8, "type": kind, "strategy": strategy}})
     }
 
-    fn scheme(format: Format, weight_scales: WeightScales) -> Option<Scheme> {
-        Some(Scheme { format, weight_scales, activations: Activations::Unquantized, is_packed: false })
+    fn scheme(code_type: CodeType, weight_scales: WeightScales) -> Option<Scheme> {
+        Some(Scheme { code_type, weight_scales, activations: Activations::Unquantized, is_packed: false })
     }
 
     #[test]
@@ -403,9 +403,9 @@ mod tests {
             "d": {"targets": ["l.2.o_proj"]},
         });
         let config = config(groups, Value::Null);
-        assert_eq!(config.scheme("l.0.q_proj"), scheme(Format::Int8, WeightScales::PerChannel));
-        assert_eq!(config.scheme("l.0.o_proj"), scheme(Format::Fp8, WeightScales::PerChannel));
-        assert_eq!(config.scheme("l.1.o_proj"), scheme(Format::Fp8, WeightScales::PerTensor));
+        assert_eq!(config.scheme("l.0.q_proj"), scheme(CodeType::Int8, WeightScales::PerChannel));
+        assert_eq!(config.scheme("l.0.o_proj"), scheme(CodeType::Fp8, WeightScales::PerChannel));
+        assert_eq!(config.scheme("l.1.o_proj"), scheme(CodeType::Fp8, WeightScales::PerTensor));
         assert_eq!(config.scheme("l.2.o_proj"), None, "a group without `weights` quantized its layer");
     }
 
@@ -433,6 +433,6 @@ mod tests {
     #[test]
     fn last_group_with_the_same_target_wins() {
         let groups = json!({"b": weights("int", "tensor", &["Linear"]), "a": weights("float", "tensor", &["Linear"])});
-        assert_eq!(config(groups, json!([])).scheme("x"), scheme(Format::Fp8, WeightScales::PerTensor));
+        assert_eq!(config(groups, json!([])).scheme("x"), scheme(CodeType::Fp8, WeightScales::PerTensor));
     }
 }

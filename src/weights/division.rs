@@ -1,4 +1,4 @@
-//! Computes from the file headers how ranks divide the tensors of a model.
+//! Computes from the file headers how ranks divide the tensors of a model: the method [`Inventory::rank_shares`].
 //!
 //! The `load` functions of the layers in `nn` divide the tensors during loading.
 //! Before loading, this module computes the memory of each rank from the tensor table of the model's family.
@@ -10,7 +10,7 @@ use candle_core::DType;
 
 use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
 use super::quantized::QuantizedShape;
-use super::tensor_table::{Dimension, Division, Form};
+use super::tensor_table::{Dimension, Division};
 use crate::world::share;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, or of a larger column unit of `down_proj`.
@@ -62,11 +62,6 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the index of the tensor's layer: the first number in its name. `None` if its name has no number.
-    pub(super) fn layer(&self) -> Option<usize> {
-        self.name.split('.').find_map(|part| part.parse().ok())
-    }
-
     /// Returns the memory size of a part of the tensor, in bytes.
     /// The part has the fraction `len` / `total` of the rows or columns.
     fn part_bytes(&self, len: usize, total: usize, dtype: DType) -> u64 {
@@ -80,18 +75,6 @@ impl InventoryTensor {
                 format.bytes(rows as u64, part(columns as u64))
             }
             _ => part(self.loaded_bytes(dtype)),
-        }
-    }
-
-    /// Returns the number of columns of a matrix, or `None` for a vector or scalar. `shape` is the shape in the file.
-    pub(super) fn column_count(&self, shape: &[usize]) -> Option<usize> {
-        let is_packed = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
-        match shape {
-            // The third dimension counts MXFP4 blocks of 32 columns, each of which has one scale.
-            [_, _, blocks, ..] if is_packed => Some(blocks * SHARE_COLUMNS),
-            [.., columns, _] if self.role.form == Form::Transposed => Some(*columns),
-            [_, .., columns] => Some(*columns),
-            _ => None,
         }
     }
 }

@@ -16,6 +16,7 @@ use super::quantized::{QuantizationTarget, QuantizedShape};
 use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
 use super::tensor_table::{Form, Group, TensorRole, TensorTable, is_never_loaded};
+use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 use crate::kernels::quantized::GROUP_COLUMNS;
 use crate::snapshot::safetensors::{self, ShardIndex};
 
@@ -182,7 +183,7 @@ impl Inventory {
             let is_transposed = tensor.role.form == Form::Transposed;
             let shape = checkpoint.matrix_shape(&tensor.name, is_transposed);
             if let Some((rows, columns)) = shape
-                && let Some(format) = target.format(columns)
+                && let Some(format) = target.weight_format(columns)
             {
                 tensor.format = MemoryFormat::Bytes(format.bytes(rows as u64, columns as u64));
                 tensor.quantized = Some(QuantizedShape { format, rows, columns });
@@ -338,6 +339,23 @@ impl MemoryFormat {
 impl InventoryTensor {
     fn parameters(&self) -> u64 {
         parameter_count(&self.name, self.dtype == "u8", self.elements)
+    }
+
+    /// Returns the index of the tensor's layer: the first number in its name. `None` if its name has no number.
+    pub(super) fn layer(&self) -> Option<usize> {
+        self.name.split('.').find_map(|part| part.parse().ok())
+    }
+
+    /// Returns the number of columns of a matrix, or `None` for a vector or scalar. `shape` is the shape in the file.
+    fn column_count(&self, shape: &[usize]) -> Option<usize> {
+        let is_packed = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
+        match shape {
+            // The third dimension counts MXFP4 blocks of 32 columns, each of which has one scale.
+            [_, _, blocks, ..] if is_packed => Some(blocks * MXFP4_BLOCK),
+            [.., columns, _] if self.role.form == Form::Transposed => Some(*columns),
+            [_, .., columns] => Some(*columns),
+            _ => None,
+        }
     }
 
     pub(super) fn loaded_bytes(&self, dtype: DType) -> u64 {

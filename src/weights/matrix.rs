@@ -5,9 +5,9 @@ use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
 use super::checkpoint::Checkpoint;
-use super::compressed::{self, Activations, WeightScales};
+use super::compressed::{Activations, CodeType, WeightScales};
 use super::loader::Weights;
-use super::quantized::{self, MatrixRows};
+use super::quantized::{self, MatrixRows, QuantizedShape};
 use super::reading::{RowBuffer, RowSource, Slice, StoredRows};
 use super::safetensors::{self, SafetensorsCheckpoint, module};
 use crate::kernels::matrix::Matrix;
@@ -108,8 +108,8 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Quantized(vec![built]))
     }
 
-    fn build(&self, parts: &[&MatrixRows]) -> Result<QuantizedMatrix> {
-        let matrix = MatrixRows::build(parts, &self.device)?;
+    fn build(&self, matrices: &[&MatrixRows]) -> Result<QuantizedMatrix> {
+        let matrix = MatrixRows::build(matrices, &self.device)?;
         self.progress.add_resident(matrix.bytes());
         Ok(matrix)
     }
@@ -197,9 +197,10 @@ impl<'c> Weights<'c> {
             bail!("tensor {name} has a scale, but quantization_config does not describe the tensor");
         };
         let view = checkpoint.view(name)?;
-        let (format, stored) = match scheme.format {
-            compressed::Format::Int8 => (scheme.format.memory_format(), Dtype::I8),
-            compressed::Format::Fp8 => (scheme.format.memory_format(), Dtype::F8_E4M3),
+        let format = scheme.code_type.weight_format();
+        let stored = match scheme.code_type {
+            CodeType::Int8 => Dtype::I8,
+            CodeType::Fp8 => Dtype::F8_E4M3,
         };
         if view.info.dtype != stored || view.info.shape != shape {
             let found = self.checkpoint.describe(name);
@@ -231,7 +232,7 @@ impl<'c> Weights<'c> {
             scales.copy_from_slice(&scale.to_le_bytes());
             Ok(())
         };
-        Ok(MatrixRows::new(format, shape, input_quantization, Box::new(write)))
+        Ok(MatrixRows::new(QuantizedShape { format, rows, columns }, input_quantization, Box::new(write)))
     }
 
     /// Reads the scales in a tensor, which must have `count` elements.

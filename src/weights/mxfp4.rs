@@ -8,7 +8,7 @@ use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
 
-/// Loads the stacked matrices of all experts, with shape `[experts, rows, columns]`.
+/// Loads the stacked matrices of all experts. `shape` is `[experts, rows, columns]`.
 /// If a rank loads only some of the columns, these columns must form whole MXFP4 blocks.
 ///
 /// A packed checkpoint has two tensors:
@@ -16,11 +16,8 @@ use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
 /// - `{name}_scales` with shape `[experts, rows, columns / 32]`
 ///
 /// An unpacked checkpoint has `{name}` with shape `[experts, columns, rows]`, transposed as in transformers.
-pub fn experts(
-    weights: &Weights,
-    name: &str,
-    (experts, rows, columns): (usize, usize, usize),
-) -> Result<ExpertWeights> {
+pub fn experts(weights: &Weights, name: &str, shape: [usize; 3]) -> Result<ExpertWeights> {
+    let [experts, rows, columns] = shape;
     if weights.contains(&format!("{name}_blocks")) {
         if columns % MXFP4_BLOCK != 0 {
             bail!("{name}: {columns} columns are not a multiple of the MXFP4 block length {MXFP4_BLOCK}");

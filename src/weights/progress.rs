@@ -47,7 +47,6 @@ impl<'p> LoadProgress<'p> {
         self.names.borrow_mut().insert(name.to_string());
     }
 
-    /// Returns true if the tensor was loaded.
     pub(super) fn has_loaded(&self, name: &str) -> bool {
         self.names.borrow().contains(name)
     }

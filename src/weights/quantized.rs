@@ -11,8 +11,8 @@ use float8::F8E4M3;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
-use super::ggml::{self, GgmlType, split_group};
-use super::reading::{RowBuffer, RowSource, SharedReads};
+use super::ggml::{self, GgmlType, split_group, super_scales};
+use super::reading::{RowBuffer, RowSource, RowsToConvert, SharedReads};
 use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputQuantization, QuantizedMatrix, WeightFormat, pack};
 
 /// The format and the dimensions of a quantized matrix.
@@ -23,7 +23,7 @@ pub struct QuantizedShape {
     pub columns: usize,
 }
 
-/// The quantization of float matrices during loading, as set with `--quantize`.
+/// The format to which loading quantizes float matrices (see [`WeightsBuilder`](super::WeightsBuilder)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantizationTarget {
     /// Blocks of a ggml type.
@@ -51,11 +51,11 @@ impl QuantizationTarget {
     ];
 
     /// Returns the format of a matrix with `columns` columns, or `None` if the matrix is loaded as floats.
-    pub fn format(self, columns: usize) -> Option<WeightFormat> {
+    pub fn weight_format(self, columns: usize) -> Option<WeightFormat> {
         match self {
             Self::Fp8 => Some(WeightFormat::Fp8),
             Self::Int8 => Some(WeightFormat::Int8),
-            Self::Blocks(ggml_type) => format(Self::fitting_type(ggml_type, columns)?),
+            Self::Blocks(ggml_type) => weight_format(Self::fitting_type(ggml_type, columns)?),
         }
     }
 
@@ -95,7 +95,7 @@ impl fmt::Display for QuantizationTarget {
 }
 
 /// Returns the memory format of a quantized ggml type. Returns `None` for float types and for MXFP4.
-pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
+pub fn weight_format(ggml_type: GgmlType) -> Option<WeightFormat> {
     Some(match ggml_type {
         GgmlType::Q4_0 => WeightFormat::Q4_0,
         GgmlType::Q4_1 => WeightFormat::Q4_1,
@@ -137,23 +137,19 @@ enum RowWriter<'c> {
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
-    pub fn new(
-        format: WeightFormat,
-        [rows, columns]: [usize; 2],
-        input_quantization: InputQuantization,
-        write: WriteRow<'c>,
-    ) -> Self {
+    pub fn new(shape: QuantizedShape, input_quantization: InputQuantization, write: WriteRow<'c>) -> Self {
+        let QuantizedShape { format, rows, columns } = shape;
         Self { format, rows, columns, input_quantization, writer: RowWriter::Alone(write) }
     }
 
     /// Creates rows from blocks of a ggml type. Returns `None` for float types and for MXFP4.
     pub fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, source: impl RowSource + 'c) -> Option<Self> {
-        let format = format(ggml_type)?;
+        let format = weight_format(ggml_type)?;
         let write = move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {
             pack_row(ggml_type, format, source.row(row, buffer)?, planes);
             Ok(())
         };
-        Some(Self::new(format, [rows, columns], InputQuantization::None, Box::new(write)))
+        Some(Self::new(QuantizedShape { format, rows, columns }, InputQuantization::None, Box::new(write)))
     }
 
     /// Creates rows from floats. Each row is quantized when it is written. `row` fills a slice with the row's values.
@@ -164,7 +160,7 @@ impl<'c> MatrixRows<'c> {
         columns: usize,
         row: impl Fn(usize, &mut RowBuffer, &mut [f32]) -> Result<()> + Sync + 'c,
     ) -> Option<Self> {
-        let format = target.format(columns)?;
+        let format = target.weight_format(columns)?;
         let write = move |index: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {
             let mut values = vec![0.0; columns];
             row(index, buffer, &mut values)?;
@@ -183,7 +179,7 @@ impl<'c> MatrixRows<'c> {
             }
             Ok(())
         };
-        Some(Self::new(format, [rows, columns], InputQuantization::None, Box::new(write)))
+        Some(Self::new(QuantizedShape { format, rows, columns }, InputQuantization::None, Box::new(write)))
     }
 
     /// Keeps only the rows with the given indices. This rank converts these rows without the other ranks.
@@ -193,7 +189,7 @@ impl<'c> MatrixRows<'c> {
         let rows = indices.len();
         let write =
             move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| write(indices[row], buffer, planes);
-        Self::new(format, [rows, columns], input_quantization, Box::new(write))
+        Self::new(QuantizedShape { format, rows, columns }, input_quantization, Box::new(write))
     }
 
     /// Keeps only a range of the columns.
@@ -245,7 +241,8 @@ impl<'c> MatrixRows<'c> {
                     write(row, buffer, planes)
                 };
                 let (mut rest, whole_length) = (planes, whole_bytes.iter().sum());
-                reads.convert_rows(name, (self.rows, whole_length), write, |rows, bytes| {
+                let rows_to_convert = RowsToConvert { name, rows: self.rows, row_length: whole_length };
+                reads.convert_rows(rows_to_convert, write, |rows, bytes| {
                     if kept.is_empty() {
                         return Ok(());
                     }
@@ -262,19 +259,19 @@ impl<'c> MatrixRows<'c> {
     }
 
     /// Builds one matrix from the rows of several matrices, using all cores.
-    /// All parts must have the same format, number of columns and input quantization.
-    pub fn build(parts: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
-        let [first, ..] = parts else { bail!("cannot build a matrix without rows") };
+    /// All matrices must have the same format, number of columns and input quantization.
+    pub fn build(matrices: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
+        let [first, ..] = matrices else { bail!("cannot build a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
-        if let Some(empty) = parts.iter().find(|part| part.rows * columns == 0) {
+        if let Some(empty) = matrices.iter().find(|matrix| matrix.rows * columns == 0) {
             bail!("cannot build a matrix of {} rows and {columns} columns", empty.rows);
         }
-        let rows: usize = parts.iter().map(|part| part.rows).sum();
+        let rows: usize = matrices.iter().map(|matrix| matrix.rows).sum();
         let row_bytes = format.row_bytes(columns);
         let mut planes = row_bytes.map(|bytes| vec![0u8; rows * bytes]);
         let mut rest = planes.each_mut().map(Vec::as_mut_slice);
-        for part in parts {
-            part.write_to(split_planes(&mut rest, row_bytes.map(|bytes| part.rows * bytes)))?;
+        for matrix in matrices {
+            matrix.write_to(split_planes(&mut rest, row_bytes.map(|bytes| matrix.rows * bytes)))?;
         }
         let matrix = QuantizedMatrix::new(format, columns, planes, device)?;
         Ok(matrix.with_input_quantization(first.input_quantization))
@@ -349,15 +346,8 @@ fn pack_row(ggml_type: GgmlType, format: WeightFormat, bytes: &[u8], planes: [&m
             let high = if sizes.high == 0 { &mut [][..] } else { &mut high[at * sizes.high..][..sizes.high] };
             pack(&q, &mut low[at * sizes.low..][..sizes.low], high);
         }
-        if sizes.supers > 0 {
-            let supers = &mut supers[index * sizes.supers..][..sizes.supers];
-            match ggml_type {
-                GgmlType::Q2K => supers.copy_from_slice(&block[80..84]),
-                GgmlType::Q3K => supers[..2].copy_from_slice(&block[108..110]),
-                GgmlType::Q6K => supers[..2].copy_from_slice(&block[208..210]),
-                _ => supers.copy_from_slice(&block[..4]),
-            }
-        }
+        let super_scales = super_scales(ggml_type, block);
+        supers[index * sizes.supers..][..super_scales.len()].copy_from_slice(super_scales);
     }
 }
 

@@ -11,6 +11,8 @@
 
 use half::f16;
 
+use super::types::GgmlType;
+
 pub fn f32(bytes: &[u8], values: &mut [f32]) {
     values[0] = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
 }
@@ -132,6 +134,18 @@ pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
     for (i, value) in values.iter_mut().enumerate() {
         *value = d * TWICE_E2M1[usize::from(nibble(&bytes[1..], i))];
+    }
+}
+
+/// Returns the bytes of `d` and, except in Q3_K and Q6_K, of `dmin` in a block of a K-quant.
+/// The result is empty for all other types.
+pub fn super_scales(ggml_type: GgmlType, block: &[u8]) -> &[u8] {
+    match ggml_type {
+        GgmlType::Q2K => &block[80..84],
+        GgmlType::Q3K => &block[108..110],
+        GgmlType::Q4K | GgmlType::Q5K => &block[..4],
+        GgmlType::Q6K => &block[208..210],
+        _ => &[],
     }
 }
 

@@ -10,6 +10,7 @@ mod quantize;
 mod split;
 mod types;
 
+pub use blocks::super_scales;
 pub use quantize::quantize;
 pub use split::split_group;
 pub use types::GgmlType;

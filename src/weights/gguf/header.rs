@@ -40,7 +40,6 @@ impl GgufTensorInfo {
         self.shape.iter().product()
     }
 
-    /// Returns the tensor's byte range in its file.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.bytes
     }

@@ -18,7 +18,7 @@ use super::mapping::map_tensors;
 use super::model_tensor::{ModelTensor, RowMapping, Transform};
 use crate::weights::ggml::GgmlType;
 use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
-use crate::weights::reading::{RowBuffer, RowSource, SharedReads, StoredBytes, StoredRows, convert_all};
+use crate::weights::reading::{RowBuffer, RowSource, RowsToConvert, SharedReads, StoredBytes, StoredRows, convert_all};
 use crate::weights::tensor_info::TensorInfo;
 
 /// An open GGUF file and the tensors of its model.
@@ -112,7 +112,7 @@ impl GgufModel {
 
     /// Returns the size in bytes of a matrix that stays quantized in memory, or `None` for any other tensor.
     pub fn packed_bytes(&self, name: &str) -> Option<u64> {
-        let format = quantized::format(self.stored_type(name)?)?;
+        let format = quantized::weight_format(self.stored_type(name)?)?;
         let (rows, columns) = self.matrix_shape(name).ok()??;
         Some(format.bytes(rows as u64, columns as u64))
     }
@@ -187,8 +187,8 @@ impl GgufModel {
         let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
         // Limit the row length, because a malicious tensor with 0 rows can declare a huge one.
         let columns = rows.columns.min(tensor.info.elements()).max(1);
-        let shape = (tensor.info.elements() / columns, columns);
-        let values = convert_all(shared, name, shape, |row, buffer, values: &mut [T]| {
+        let rows_to_convert = RowsToConvert { name, rows: tensor.info.elements() / columns, row_length: columns };
+        let values = convert_all(shared, rows_to_convert, |row, buffer, values: &mut [T]| {
             let mut floats = vec![0.0; columns];
             let (ggml_type, bytes) = rows.get(row, buffer)?;
             ggml_type.dequantize(bytes, &mut floats)?;
@@ -219,7 +219,7 @@ impl GgufModel {
             _ => bail!("cannot load tensor {name} as MXFP4: it has another format"),
         };
         let row_bytes = (rows.columns / GgmlType::Mxfp4.block_length() * per_block).max(1);
-        let shape = (tensor.info.elements() / row_bytes, row_bytes);
+        let rows_to_convert = RowsToConvert { name, rows: tensor.info.elements() / row_bytes, row_length: row_bytes };
         let unpack = |row: usize, buffer: &mut RowBuffer, out: &mut [u8]| {
             let (_, row) = rows.get(row, buffer)?;
             let blocks = row.chunks_exact(GgmlType::Mxfp4.block_bytes());
@@ -231,7 +231,7 @@ impl GgufModel {
             }
             anyhow::Ok(())
         };
-        let bytes = convert_all(shared, name, shape, unpack).with_context(|| format!("tensor {name}"))?;
+        let bytes = convert_all(shared, rows_to_convert, unpack).with_context(|| format!("tensor {name}"))?;
         Ok(Tensor::from_vec(bytes, tensor.info.shape.as_slice(), &Device::Cpu)?)
     }
 

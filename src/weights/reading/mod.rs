@@ -18,5 +18,5 @@ pub use part::{Axis, PartToRead, Slice, TensorPart};
 pub use part_reader::PartReader;
 pub use read_ahead::{ReadAheadOptions, ReadAheadReader, ReadRequest, Residency};
 pub use reader::{PartSource, RankReader, ReaderThreads, TensorReader};
-pub use shared_reads::{SharedReads, convert_all};
+pub use shared_reads::{RowsToConvert, SharedReads, convert_all};
 pub use source::{ByteRange, RowBuffer, RowSource, StoredBytes, StoredRows, WeightsFile};

@@ -9,6 +9,10 @@ use candle_core::{DType, Device, Tensor};
 use super::shared_reads::SharedReads;
 use super::source::StoredBytes;
 
+/// The approximate minimum number of bytes that are worth a system call of their own.
+/// If only a shorter run of bytes is needed, most reads fetch the whole row that contains the run.
+pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
+
 /// The part of each tensor that [`Weights`](crate::weights::Weights) loads: some of the rows or some of the columns.
 #[derive(Clone, Debug)]
 pub struct TensorPart {
@@ -130,10 +134,6 @@ impl Slice {
         }
     }
 }
-
-/// The approximate minimum number of bytes that are worth a system call of their own.
-/// If only a shorter run of bytes is needed, most reads fetch the whole row that contains the run.
-pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {
     /// Returns `bytes` bytes of the tensor, starting at byte `start`.

@@ -322,7 +322,6 @@ impl<T: UploadTarget> ReadAheadState<T> {
 }
 
 impl ReadRequest {
-    /// Returns the tensor's size in bytes.
     pub fn bytes(&self) -> usize {
         self.ranges.iter().map(|range| range.bytes).sum()
     }

@@ -48,6 +48,16 @@ pub struct SharedReads {
     pub buffers: Arc<Mutex<Vec<Arc<Vec<u8>>>>>,
 }
 
+/// A tensor to convert row by row.
+#[derive(Clone, Copy)]
+pub struct RowsToConvert<'n> {
+    /// The name of the tensor, with which the ranks check that they convert the same tensor.
+    pub name: &'n str,
+    pub rows: usize,
+    /// The number of converted values per row.
+    pub row_length: usize,
+}
+
 /// The bytes of a tensor that one rank has read for all ranks.
 struct RankBytes {
     tensor: String,
@@ -71,15 +81,15 @@ struct RankRows<T> {
 impl SharedReads {
     /// Converts all rows of a tensor together with the other ranks, each rank on all cores.
     ///
-    /// `convert` converts the row with the given index and fills a slice with the `row_length` converted values.
+    /// `convert` converts the row with the given index and fills a slice with the converted values.
     /// `each` receives all rows in order: each call gets a range of row indices and the values of these rows.
     pub fn convert_rows<T: Copy + Default + Send + Sync + 'static>(
         &self,
-        name: &str,
-        (rows, row_length): (usize, usize),
+        tensor: RowsToConvert,
         convert: impl Fn(usize, &mut RowBuffer, &mut [T]) -> Result<()> + Sync,
         mut each: impl FnMut(Range<usize>, &[T]) -> Result<()>,
     ) -> Result<()> {
+        let RowsToConvert { name, rows, row_length } = tensor;
         let row_length = row_length.max(1);
         let segment_rows = (SEGMENT_BYTES / (row_length * size_of::<T>())).max(1);
         for start in (0..rows).step_by(segment_rows) {
@@ -198,18 +208,18 @@ impl SharedReads {
 
 /// Converts all rows of a tensor on all cores. If `shared` is given, the ranks convert the rows together.
 ///
-/// `convert` converts the row with the given index and fills a slice with the `row_length` converted values.
+/// `convert` converts the row with the given index and fills a slice with the converted values.
 pub fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     shared: Option<&SharedReads>,
-    name: &str,
-    (rows, row_length): (usize, usize),
+    tensor: RowsToConvert,
     convert: impl Fn(usize, &mut RowBuffer, &mut [T]) -> Result<()> + Sync,
 ) -> Result<Vec<T>> {
+    let RowsToConvert { rows, row_length, .. } = tensor;
     let mut all = Vec::new();
     let length = rows * row_length;
     all.try_reserve_exact(length).with_context(|| format!("cannot allocate {length} values"))?;
     if let Some(shared) = shared {
-        shared.convert_rows(name, (rows, row_length), convert, |_, values| {
+        shared.convert_rows(tensor, convert, |_, values| {
             all.extend_from_slice(values);
             Ok(())
         })?;

@@ -136,7 +136,7 @@ impl SafetensorsCheckpoint {
     pub fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         let quantized = |name: &str| {
             let scheme = self.scheme(module(name))?;
-            self.info(&format!("{name}_scale")).map(|_| scheme.format.memory_format())
+            self.info(&format!("{name}_scale")).map(|_| scheme.code_type.weight_format())
         };
         if name.strip_suffix("_scale").and_then(quantized).is_some() {
             return Some(0);

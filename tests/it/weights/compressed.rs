@@ -5,24 +5,24 @@ use std::path::Path;
 
 use inferno::Error;
 use inferno::weights::Checkpoint;
-use inferno::weights::compressed::{Activations, CompressedConfig, Format, Scheme, WeightScales};
+use inferno::weights::compressed::{Activations, CodeType, CompressedConfig, Scheme, WeightScales};
 use serde_json::{Value, json};
 
 use crate::support::{fixtures, golden};
 
 const CASES: &[(&str, Scheme)] = &[
-    ("int8", scheme(Format::Int8, WeightScales::PerChannel, Activations::PerToken)),
-    ("int8_weights", scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantized)),
+    ("int8", scheme(CodeType::Int8, WeightScales::PerChannel, Activations::PerToken)),
+    ("int8_weights", scheme(CodeType::Int8, WeightScales::PerChannel, Activations::Unquantized)),
     (
         "int8_packed",
-        Scheme { is_packed: true, ..scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantized) },
+        Scheme { is_packed: true, ..scheme(CodeType::Int8, WeightScales::PerChannel, Activations::Unquantized) },
     ),
-    ("fp8", scheme(Format::Fp8, WeightScales::PerChannel, Activations::PerToken)),
-    ("fp8_static", scheme(Format::Fp8, WeightScales::PerTensor, Activations::Static)),
+    ("fp8", scheme(CodeType::Fp8, WeightScales::PerChannel, Activations::PerToken)),
+    ("fp8_static", scheme(CodeType::Fp8, WeightScales::PerTensor, Activations::Static)),
 ];
 
-const fn scheme(format: Format, weight_scales: WeightScales, activations: Activations) -> Scheme {
-    Scheme { format, weight_scales, activations, is_packed: false }
+const fn scheme(code_type: CodeType, weight_scales: WeightScales, activations: Activations) -> Scheme {
+    Scheme { code_type, weight_scales, activations, is_packed: false }
 }
 
 fn json_of(path: &Path) -> Value {
@@ -62,7 +62,7 @@ fn schemes_match_the_tensors_of_golden_checkpoints() {
                 continue;
             };
             assert_eq!(scheme, *expected, "{case}: {layer}");
-            let dtype = if scheme.format == Format::Int8 { "I8" } else { "F8_E4M3" };
+            let dtype = if scheme.code_type == CodeType::Int8 { "I8" } else { "F8_E4M3" };
             assert_eq!(weight.dtype.to_string(), dtype, "{case}: {layer}");
             let per_channel = scheme.weight_scales == WeightScales::PerChannel;
             let shape = if per_channel { vec![weight.shape[0], 1] } else { vec![1] };
@@ -87,7 +87,7 @@ fn real_configs_are_supported() {
         assert_eq!(config.scheme("lm_head"), None, "{style}");
     }
     let example = json!({"quantization_config": json_of(&fixtures.join("example_quant_config.json"))});
-    let expected = scheme(Format::Int8, WeightScales::PerTensor, Activations::Static);
+    let expected = scheme(CodeType::Int8, WeightScales::PerTensor, Activations::Static);
     assert_eq!(read(&example).scheme("lm_head"), Some(expected));
     let by_layer = json!({"quantization_config": json_of(&fixtures.join("quantization_config.num_bits-map.json"))});
     assert_eq!(unsupported(&by_layer), "per-layer num_bits in config_groups.group_0.weights is not supported");

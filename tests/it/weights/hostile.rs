@@ -129,7 +129,7 @@ fn packed_experts_of_the_wrong_shape_are_errors() {
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let progress = LoadProgress::silent();
         let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
-        let experts = mxfp4::experts(&weights, "x", (count, rows, columns));
+        let experts = mxfp4::experts(&weights, "x", [count, rows, columns]);
         experts.err().map_or("no error".into(), |error| format!("{error:#}"))
     };
     let (blocks, scales) = ("[2,4,1,16]", "[2,4,1]");
