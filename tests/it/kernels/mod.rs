@@ -2,7 +2,7 @@
 //! The inputs include outliers, unusual sizes and cache rows filled with NaN.
 //! Some tests check the references against independently computed values.
 //!
-//! `quantized/mod.rs` tests the kernels of quantized matrices.
+//! `quantized/on_gpu.rs` tests the kernels of quantized matrices.
 //! `runner/decode_graph.rs` tests the fused kernels of the decode graph, including the sampling kernels.
 
 mod attention;

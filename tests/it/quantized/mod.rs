@@ -2,21 +2,21 @@
 //!
 //! - Dequantized values equal the values of the original blocks.
 //! - Matrix products equal the products with the dequantized matrix, up to rounding.
-//! - The GPU kernels produce the same results as the CPU, up to rounding.
+//! - The GPU kernels produce the same results as the CPU, up to rounding (`on_gpu`).
 //! - The error of quantizing floats is bounded.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
 use inferno::kernels::SumOrder;
-use inferno::kernels::matrix::Matrix;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::quantized::{MatrixRows, QuantizationTarget};
+use inferno::weights::quantized::{MatrixRows, QuantizationTarget, weight_format};
 use inferno::weights::{RowBuffer, StoredBytes, StoredRows};
 
-use crate::support::{Random, gpu, relative_error, values};
+use crate::support::{Random, relative_error, values};
 
+mod on_gpu;
 mod perplexity;
 
 const BLOCKS: [GgmlType; 10] = [
@@ -93,16 +93,24 @@ fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize
         .unwrap()
 }
 
-/// Returns one random matrix in each format.
-fn matrices_of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantizedMatrix> {
-    let mut matrices: Vec<_> = BLOCKS.iter().map(|of| from_blocks(*of, rows, columns, device).0).collect();
-    let values = floats(rows * columns, 7);
-    matrices.extend(
-        [QuantizationTarget::Int8, QuantizationTarget::Fp8]
-            .map(|quantize| quantized_floats(quantize, &values, columns, device)),
-    );
-    assert_eq!(matrices.iter().map(|matrix| matrix.format).collect::<Vec<_>>(), WeightFormat::ALL);
-    matrices
+/// Returns a matrix of random values in `format`.
+fn random_matrix(format: WeightFormat, rows: usize, columns: usize, device: &Device) -> QuantizedMatrix {
+    let quantized = |target| quantized_floats(target, &floats(rows * columns, 7), columns, device);
+    let matrix = match format {
+        WeightFormat::Int8 => quantized(QuantizationTarget::Int8),
+        WeightFormat::Fp8 => quantized(QuantizationTarget::Fp8),
+        _ => {
+            let ggml_type = BLOCKS.into_iter().find(|of| weight_format(*of) == Some(format)).unwrap();
+            from_blocks(ggml_type, rows, columns, device).0
+        }
+    };
+    assert_eq!(matrix.format, format);
+    matrix
+}
+
+/// Returns one matrix of random values in each format.
+fn matrices_of_each_format(rows: usize, columns: usize, device: &Device) -> [QuantizedMatrix; 12] {
+    WeightFormat::ALL.map(|format| random_matrix(format, rows, columns, device))
 }
 
 #[test]
@@ -190,7 +198,7 @@ fn quantization_error_is_bounded() {
     }
     // If the row length is not a multiple of the block length, the matrix uses another format or stays unquantized.
     // int8 has no blocks, so it supports every row length.
-    let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
+    let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().weight_format(columns);
     assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
     assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
     assert_eq!(format("q6_k", 320), Some(WeightFormat::Q8_0));
@@ -281,177 +289,5 @@ fn expert_products_use_the_chosen_experts() {
             let error = relative_error(&got, &product(ExpertWeights::Dense(dense.clone())));
             assert!(error < 5e-6, "{:?}: relative error {error:e}", matrix.format);
         }
-    }
-}
-
-/// Returns the kinds of input quantization to test with weights in `format`.
-fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
-    match format {
-        WeightFormat::Int8 => {
-            vec![InputQuantization::None, InputQuantization::Int8PerToken, InputQuantization::Int8Static(0.01)]
-        }
-        WeightFormat::Fp8 => {
-            vec![InputQuantization::None, InputQuantization::Fp8PerToken, InputQuantization::Fp8Static(0.01)]
-        }
-        _ => vec![InputQuantization::None],
-    }
-}
-
-/// Tests rows whose length is not a multiple of the group size, which is 32.
-/// Also tests NaN inputs, which must make all outputs of the same token NaN, but no other outputs.
-#[test(gpu)]
-fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
-    let gpu = gpu();
-    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, as `matmul_few_tokens` requires.
-    // It then computes the products with 3 and with 40 tokens, unless they are 8-bit products.
-    for columns in [36, 40, 100, 104] {
-        for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
-            let values_of = floats(48 * columns, 7);
-            let [cpu, there] =
-                [&Device::Cpu, &gpu].map(|device| quantized_floats(quantize, &values_of, columns, device));
-            for (tokens, rounding) in
-                [1, 3, 40].into_iter().flat_map(|t| roundings(cpu.format).into_iter().map(move |r| (t, r)))
-            {
-                let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
-                let x = x.to_dtype(DType::F16).unwrap();
-                let product = |matrix: &QuantizedMatrix, x: &Tensor| {
-                    values(
-                        &matrix
-                            .clone()
-                            .with_input_quantization(rounding)
-                            .matmul(&x.to_device(matrix.device()).unwrap())
-                            .unwrap(),
-                    )
-                };
-                let what = format!("{quantize:?}, {tokens} tokens, {columns} columns, {rounding:?}");
-                let error = relative_error(&product(&there, &x), &product(&cpu, &x));
-                assert!(error < 3e-3, "{what}: relative error {error:e}");
-                let mut broken = values(&x);
-                broken[columns - 1] = f32::NAN;
-                let broken = Tensor::from_vec(broken, (tokens, columns), &Device::Cpu).unwrap();
-                let got = product(&there, &broken.to_dtype(DType::F16).unwrap());
-                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN input has a non-NaN output");
-                assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread to another token");
-            }
-        }
-    }
-}
-
-/// Compares expert products in f16, dequantized values, embedding rows, and products of 1 to 300 tokens in all dtypes.
-#[test(gpu)]
-fn gpu_kernels_agree_with_the_cpu() {
-    let gpu = gpu();
-    // cuBLASLt needs a multiple of 16 rows for 8-bit products. 4640 and 464 are such multiples, 4611 is not.
-    // 4640 and 4611 rows are more than the warps of a `quantized_matvec` grid multiply at once (4224 on an H200).
-    // In a row of 256 columns, each lane of a warp multiplies at most one group of 32 columns.
-    // In a row of 4608 columns, each lane multiplies several groups.
-    for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
-        let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
-        let here = matrices_of_each_format(rows, columns, &Device::Cpu);
-        for (cpu, there) in here.iter().zip(matrices_of_each_format(rows, columns, &gpu)) {
-            let format = cpu.format;
-            // Divide the rows among 29 experts. Each token has two.
-            for tokens in [3, 50] {
-                let ids: Vec<u32> = (0..2 * tokens).map(|i| i * 7 % 29).collect();
-                let ids = Tensor::from_vec(ids, (tokens as usize, 2), &Device::Cpu).unwrap();
-                let x =
-                    Tensor::from_vec(floats(tokens as usize * columns, 9), (tokens as usize, columns), &Device::Cpu);
-                let x = x.unwrap().to_dtype(DType::F16).unwrap();
-                for rounding in roundings(format) {
-                    let experts = |matrix: &QuantizedMatrix| {
-                        ExpertWeights::Quantized(matrix.clone().with_input_quantization(rounding), 29)
-                    };
-                    let want = expert_matmul(&x, &experts(cpu), None, &ids, SumOrder::Fastest).unwrap();
-                    let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
-                    let got = expert_matmul(&x, &experts(&there), None, &ids, SumOrder::Fastest).unwrap();
-                    let error = relative_error(&values(&got), &values(&want));
-                    let what = format!("experts of {format:?}, {tokens} tokens, {rounding:?}");
-                    assert!(error < 2e-3, "{what}: relative error {error:e}");
-                }
-            }
-            let want = values(&cpu.dequantize(DType::F32).unwrap());
-            assert_eq!(values(&there.dequantize(DType::F32).unwrap()), want, "{format:?}");
-            let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
-            assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
-            for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
-                // 3, 9, 24 and 100 tokens select every tile size of `matmul_few_tokens`.
-                // 100 tokens need two tiles of 64.
-                let many = if rows < 1000 { 300 } else { 9 };
-                for tokens in [1, 3, 9, 24, 100, many] {
-                    let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
-                    let x = x.to_dtype(dtype).unwrap();
-                    for rounding in roundings(format) {
-                        let want = cpu.clone().with_input_quantization(rounding).matmul(&x).unwrap();
-                        let got = there
-                            .clone()
-                            .with_input_quantization(rounding)
-                            .matmul(&x.to_device(&gpu).unwrap())
-                            .unwrap();
-                        let error = relative_error(&values(&got), &values(&want));
-                        // The tolerance depends on how the product is computed:
-                        // - `quantized_matvec` is used for one token, and for 2 to 8 tokens unless
-                        //   `matmul_few_tokens` or an 8-bit product is used. It multiplies exact weights by inputs that
-                        //   it quantizes to 16 bits, or by exact inputs if the weights are FP8.
-                        // - 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products
-                        //   exactly, but FP8 products only to about 13 bits.
-                        // - With Int8 and Fp8 weights, `matmul_few_tokens` multiplies the exact 8-bit values,
-                        //   and then applies the scale of the row.
-                        // - In all other cases, the weights are rounded to the dtype of the input.
-                        let uses_matmul_few_tokens = match rounding {
-                            InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) if rows % 16 == 0 => {
-                                false
-                            }
-                            _ if format == WeightFormat::Fp8
-                                && rows % 16 == 0
-                                && rounding != InputQuantization::None =>
-                            {
-                                (2..=32).contains(&tokens) && dtype != DType::F32
-                            }
-                            _ => (2..=128).contains(&tokens) && dtype != DType::F32,
-                        };
-                        let tolerance = match rounding {
-                            _ if tokens == 1 || tokens <= 8 && !uses_matmul_few_tokens => 5e-5,
-                            InputQuantization::None => tolerance,
-                            // 8-bit weights and 8-bit inputs are exact in f16 and bf16.
-                            _ if uses_matmul_few_tokens => 2e-5,
-                            // 8-bit products need a multiple of 16 rows. Otherwise, the product is computed in floats.
-                            _ if rows % 16 != 0 => tolerance,
-                            InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) => 2e-5,
-                            _ => 3e-3,
-                        };
-                        if error > 1e-3 {
-                            println!(
-                                "{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: relative error {error:e}"
-                            );
-                        }
-                        assert!(
-                            error < tolerance,
-                            "{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: relative error {error:e}"
-                        );
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Multiplies a stack of three matrices with different formats and row counts.
-/// With up to 128 tokens, one launch multiplies the whole stack.
-#[test(gpu)]
-fn stacked_formats_match_the_cpu() {
-    let (gpu, columns) = (gpu(), 768);
-    let stack = |device: &Device| {
-        let parts = [(GgmlType::Q4K, 100), (GgmlType::Q6K, 64), (GgmlType::Q8_0, 333)];
-        Matrix::Quantized(parts.map(|(of, rows)| from_blocks(of, rows, columns, device).0).into())
-    };
-    for tokens in [2, 16, 31, 64, 129] {
-        let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
-        let x = x.to_dtype(DType::BF16).unwrap();
-        let want = stack(&Device::Cpu).matmul(&x, SumOrder::Fastest).unwrap();
-        let got = stack(&gpu).matmul(&x.to_device(&gpu).unwrap(), SumOrder::Fastest).unwrap();
-        let error = relative_error(&values(&got), &values(&want));
-        assert!(error < 4e-3, "{tokens} tokens: relative error {error:e}");
-        let again = stack(&gpu).matmul(&x.to_device(&gpu).unwrap(), SumOrder::Fastest).unwrap();
-        assert_eq!(values(&got), values(&again), "{tokens} tokens: the same product has two different results");
     }
 }
