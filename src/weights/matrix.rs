@@ -14,25 +14,25 @@ use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
-    /// Loads the matrix `name` of each module in `parts` and concatenates the rows of these matrices.
-    /// Each element of `parts` is a module and the number of rows of its matrix.
+    /// Loads the matrix `name` of each module in `modules` and concatenates the rows of these matrices.
+    /// Each element of `modules` is a module and the number of rows of its matrix.
     ///
     /// A matrix that is quantized in the file stays quantized. MXFP4 matrices of GGUF files count as float matrices.
     /// With a quantization target, a float matrix is quantized if the target supports the length of its rows.
     /// All other matrices are loaded as floats in the compute dtype.
-    pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
-        let all_rows: usize = parts.iter().map(|(_, rows)| rows).sum();
-        if let Some((weights, _)) = parts.first()
+    pub fn matrix(modules: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
+        let all_rows: usize = modules.iter().map(|(_, rows)| rows).sum();
+        if let Some((weights, _)) = modules.first()
             && all_rows * columns == 0
         {
-            for (weights, rows) in parts {
+            for (weights, rows) in modules {
                 weights.join(name, &[*rows, columns])?;
             }
             return Ok(Matrix::Dense(Tensor::zeros((all_rows, columns), weights.dtype, &weights.device)?));
         }
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, 1, *rows, columns);
-        let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
-        // Combine adjacent parts if a single kernel can process them together.
+        let found = modules.iter().map(quantized).collect::<Result<Vec<_>>>()?;
+        // Combine adjacent matrices if a single kernel can process them together.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
             (Some(a), Some(b)) => {
                 a.input_quantization == b.input_quantization
@@ -41,20 +41,20 @@ impl<'c> Weights<'c> {
             (None, None) => true,
             _ => false,
         };
-        let (mut matrices, mut rest) = (Vec::new(), parts);
+        let (mut matrices, mut rest) = (Vec::new(), modules);
         for run in found.chunk_by(is_compatible) {
-            let (modules, remaining) = rest.split_at(run.len());
+            let (of_run, remaining) = rest.split_at(run.len());
             rest = remaining;
             let rows: Vec<_> = run.iter().flatten().collect();
             if rows.is_empty() {
-                matrices.push(Matrix::Dense(Self::stacked(modules, name, columns)?));
+                matrices.push(Matrix::Dense(Self::stacked(of_run, name, columns)?));
                 continue;
             }
-            let first = &modules[0].0;
+            let first = &of_run[0].0;
             let has_same_format = |a: &&MatrixRows, b: &&MatrixRows| a.format == b.format;
             let built = rows.chunk_by(has_same_format).map(|rows| first.build(rows)).collect::<Result<Vec<_>>>();
             matrices.push(Matrix::Quantized(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
-            for (weights, _) in modules {
+            for (weights, _) in of_run {
                 weights.progress.add_read(weights.checkpoint.required(&weights.full_name(name))?.bytes() as u64);
             }
         }
@@ -248,25 +248,25 @@ impl<'c> Weights<'c> {
         Ok(scales)
     }
 
-    /// Loads the float matrix `name` of each module in `parts` and concatenates the rows of these matrices.
-    /// Each element of `parts` is a module and the number of rows of its matrix. The result has the compute dtype.
-    pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
-        if let [(weights, rows)] = parts {
+    /// Loads the float matrix `name` of each module in `modules` and concatenates the rows of these matrices.
+    /// Each element of `modules` is a module and the number of rows of its matrix. The result has the compute dtype.
+    pub fn stacked(modules: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
+        if let [(weights, rows)] = modules {
             return weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)));
         }
-        let names: Vec<String> = parts.iter().map(|(weights, _)| weights.full_name(name)).collect();
+        let names: Vec<String> = modules.iter().map(|(weights, _)| weights.full_name(name)).collect();
         let stacked = safetensors::stacked_name(&names);
-        if let Some((first, _)) = parts.first()
+        if let Some((first, _)) = modules.first()
             && let Some(reader) = first.read_ahead(&stacked)
         {
-            for ((weights, rows), name) in parts.iter().zip(&names) {
+            for ((weights, rows), name) in modules.iter().zip(&names) {
                 let info = weights.check(name, &[weights.dtype], &[*rows, columns])?;
                 weights.progress.add_read(info.bytes() as u64);
             }
-            let rows = parts.iter().map(|(_, rows)| rows).sum();
+            let rows = modules.iter().map(|(_, rows)| rows).sum();
             return Ok(first.progress.add_tensor(reader.take(&stacked, first.dtype, &[rows, columns])?));
         }
-        let tensors = parts.iter().map(|(weights, rows)| {
+        let tensors = modules.iter().map(|(weights, rows)| {
             weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)))
         });
         Ok(Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)?)

@@ -155,9 +155,9 @@ fn matrices_are_stacked_in_order() {
         MatrixRows::from_blocks(GgmlType::Q6K, rows, columns, stored).unwrap()
     };
     let whole = MatrixRows::build(&[&of(0, 10)], &Device::Cpu).unwrap();
-    let parts = MatrixRows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();
+    let stacked = MatrixRows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();
     let all = |matrix: &QuantizedMatrix| values(&matrix.dequantize(DType::F32).unwrap());
-    assert_eq!(all(&whole), all(&parts));
+    assert_eq!(all(&whole), all(&stacked));
 }
 
 #[test]
