@@ -40,6 +40,7 @@ struct QuantizedStack {
 //   scales: bytes per group for scales and mins, or 0 if each row has a single f32 scale
 //   zero: the zero point, which is subtracted from q
 //   has_half_scales: whether each half of a group has its own scale
+//   has_mins: whether a min is subtracted from the product of scale and q
 //   has_supers: whether scales and mins are integers that are multiplied by the super-scales of their superblock
 template <int F> struct FormatLayout {
     static constexpr bool has_row_scale = F == INT8 || F == FP8, has_supers = F >= Q2_K && F <= Q6_K;
