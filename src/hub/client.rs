@@ -6,9 +6,9 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::cache::Cache;
+use super::cache::disk;
 use super::config::HubConfig;
-use super::disk;
-use super::endpoint::{self, TokenStatus};
+use super::remote::endpoint::{self, TokenStatus};
 use super::snapshot::SnapshotSource;
 use crate::error::Error;
 

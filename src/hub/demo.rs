@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::disk::{self, entries};
-use super::lock::{self, Lock};
+use super::cache::disk::{self, entries};
+use super::cache::lock::{self, Lock};
 use super::snapshot::{FileState, Snapshot, SnapshotSource, VerifiedSnapshot};
 use crate::error::Error;
 use crate::files;

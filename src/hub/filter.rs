@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, bail};
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
-use super::listing::{FileList, RemoteFile};
 use super::names::{self, shell_word};
+use super::remote::listing::{FileList, RemoteFile};
 use crate::error::Error;
 use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};

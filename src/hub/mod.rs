@@ -7,44 +7,35 @@
 //! - `client`, `config`, `limits`: [`Hub`], its caches and its connection settings
 //! - `find`, `snapshot`: the models on this machine
 //! - `names`, `identity`, `usage`: model names, hashes of model files, and when each model was last used
-//! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
-//! - `remote`, `retry`, `endpoint`: requests to a hub
-//! - `listing`: the files of a repository on a hub
+//! - `cache/`: the layout of the caches, file operations and locks
+//! - `remote/`: requests to a hub, and the files of a repository on a hub
 //! - `inspect`: describes models on a hub without downloading their weights
 //! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and verify their hashes
-//! - `verify`, `remove`, `prune`, `deletion`: check, repair and remove downloaded models
+//! - `verify`, `removal/`: check, repair and remove downloaded models
 //! - `demo`: the built-in demo model
 
 mod cache;
 mod client;
 mod config;
-mod deletion;
 pub mod demo;
-mod disk;
 mod download;
-mod endpoint;
 mod filter;
 mod find;
 mod hash;
 mod identity;
 mod inspect;
 mod limits;
-mod listing;
-mod lock;
 mod names;
 mod parallel;
 mod progress;
-mod prune;
 mod remote;
-mod remove;
-mod retry;
+mod removal;
 mod snapshot;
 mod usage;
 mod verify;
 
 pub use client::Hub;
 pub use config::{HubConfig, is_loopback};
-pub use endpoint::TokenStatus;
 #[doc(hidden)]
 pub use filter::choose_files;
 pub use filter::{DownloadName, FileFilter};
@@ -52,10 +43,10 @@ pub use find::IncompleteModel;
 pub use identity::file_hashes;
 pub use inspect::{HubModel, SafetensorsHeader};
 pub use limits::Limits;
-#[doc(hidden)]
-pub use listing::{FileList, Listing, RemoteFile};
 pub use names::{is_repo_name, shell_word};
 pub use progress::Progress;
-pub use prune::PrunedRepo;
-pub use remove::RemovedModel;
+pub use remote::endpoint::TokenStatus;
+#[doc(hidden)]
+pub use remote::listing::{FileList, Listing, RemoteFile};
+pub use removal::{PrunedRepo, RemovedModel};
 pub use snapshot::{FileState, Snapshot, SnapshotSource, VerifiedSnapshot};

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
+use super::cache::disk;
 use super::client::Hub;
-use super::disk;
 use super::snapshot::{Snapshot, SnapshotSource};
 use crate::files;
 

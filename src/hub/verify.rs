@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
+use super::cache::disk::{self, with_suffix};
 use super::cache::{RepoDir, SnapshotFile};
 use super::client::Hub;
-use super::disk::with_suffix;
 use super::download::cannot_download;
 use super::download::partial::BAD;
 use super::progress::Progress;
 use super::remote::Remote;
 use super::snapshot::{FileState, SnapshotSource, VerifiedSnapshot};
-use super::{demo, disk, hash, names};
+use super::{demo, hash, names};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf, missing_files};
 

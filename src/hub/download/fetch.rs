@@ -22,7 +22,7 @@ use crate::hub::hash;
 use crate::hub::limits::{Limits, MAX_CONNECTIONS};
 use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
-use crate::hub::retry::Retry;
+use crate::hub::remote::retry::Retry;
 use crate::snapshot::is_weights_file;
 use crate::text::{counted, quote};
 

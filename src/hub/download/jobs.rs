@@ -12,9 +12,9 @@ use anyhow::{Result, bail};
 use super::partial::Partial;
 use crate::hub::cache::RepoDir;
 use crate::hub::hash;
-use crate::hub::listing::RemoteFile;
 use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
+use crate::hub::remote::listing::RemoteFile;
 use crate::text::quote;
 
 /// A file to fetch, with its size and etag.

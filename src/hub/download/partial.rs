@@ -16,7 +16,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::files;
-use crate::hub::disk::{self, create_dir, with_suffix, write_error};
+use crate::hub::cache::disk::{self, create_dir, with_suffix, write_error};
 
 /// The suffixes of unfinished blobs, of their records, and of corrupt blobs.
 ///

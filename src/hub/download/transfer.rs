@@ -13,9 +13,9 @@ use ureq::{Body, BodyReader};
 
 use super::jobs::{Download, Phase};
 use crate::error::Error;
-use crate::hub::disk::write_error;
+use crate::hub::cache::disk::write_error;
 use crate::hub::hash;
-use crate::hub::retry::{is_temporary, retry_after};
+use crate::hub::remote::retry::{is_temporary, retry_after};
 use crate::text::{counted, library_error, quote};
 
 /// The maximum number of whole-file responses to range requests that are rejected per file to keep the bytes on disk.

@@ -14,10 +14,10 @@ use super::disk::create_dir;
 
 /// A file lock that is held until this value is dropped or the process ends.
 #[cfg(unix)]
-pub(super) struct Lock(Option<Flock<File>>);
+pub(in crate::hub) struct Lock(Option<Flock<File>>);
 
 #[cfg(not(unix))]
-pub(super) struct Lock;
+pub(in crate::hub) struct Lock;
 
 impl Lock {
     /// Returns false if locking failed, usually because the filesystem does not support locks.
@@ -36,7 +36,7 @@ impl Lock {
 /// Acquires the lock at `path`. If another process holds the lock, calls `on_wait`, then waits for the lock.
 ///
 /// On some network filesystems and outside Unix, the lock has no effect. See [`Lock::is_effective`].
-pub(super) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
+pub(in crate::hub) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
     if let Some(lock) = try_acquire(path)? {
         return Ok(lock);
     }
@@ -46,7 +46,7 @@ pub(super) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
 
 /// Acquires the lock at `path` without waiting. Returns `None` if another process holds the lock.
 #[cfg(unix)]
-pub(super) fn try_acquire(path: &Path) -> Result<Option<Lock>> {
+pub(in crate::hub) fn try_acquire(path: &Path) -> Result<Option<Lock>> {
     match Flock::lock(open(path)?, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(Lock(Some(lock)))),
         Err((_, Errno::EWOULDBLOCK)) => Ok(None),
@@ -66,7 +66,7 @@ fn wait(mut file: File) -> Result<Lock> {
 }
 
 #[cfg(not(unix))]
-pub(super) fn try_acquire(path: &Path) -> Result<Option<Lock>> {
+pub(in crate::hub) fn try_acquire(path: &Path) -> Result<Option<Lock>> {
     open(path).map(|_| Some(Lock))
 }
 

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::client::Hub;
-use super::disk::{entries, files_below};
-use super::lock::Lock;
+use crate::hub::cache::disk::{entries, files_below};
+use crate::hub::cache::lock::Lock;
+use crate::hub::client::Hub;
 
 impl Hub {
     /// Without `--force`, fails if the filesystem does not support file locking, because another process may then be

@@ -11,7 +11,7 @@ use crate::error::{Error, is_disk_full};
 use crate::text::size;
 
 /// Creates a directory and its parents. The error message suggests another cache directory.
-pub(super) fn create_dir(dir: &Path) -> Result<()> {
+pub(in crate::hub) fn create_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|error| match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir),
         _ => anyhow::Error::new(error)
@@ -20,7 +20,7 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
 }
 
 /// Creates `dir` if it does not exist. Fails if the disk of `dir` is known to have less than `needed_bytes` free.
-pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
+pub(in crate::hub) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     // Create the directory first, because an error about the directory is more useful than one about free space.
     create_dir(dir)?;
     match free_bytes(dir) {
@@ -35,7 +35,7 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
 /// Returns the free disk space at `dir` for unprivileged users, in bytes, or `None` if it is unknown.
 /// The directory `dir` need not exist yet.
 #[cfg(unix)]
-pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
+pub(in crate::hub) fn free_bytes(dir: &Path) -> Option<u64> {
     let existing = dir.ancestors().find(|dir| dir.exists())?;
     let disk = nix::sys::statvfs::statvfs(existing).ok()?;
     // The field types differ between operating systems. Where they are `u64`, Clippy reports the casts as unnecessary.
@@ -44,13 +44,13 @@ pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
 }
 
 #[cfg(not(unix))]
-pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
+pub(in crate::hub) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
 /// Returns the error for a failed write: [`Error::DiskFull`] if the disk is full or the write exceeds a quota or a
 /// file size limit, otherwise an error that names the path.
-pub(super) fn write_error(error: io::Error, path: &Path) -> anyhow::Error {
+pub(in crate::hub) fn write_error(error: io::Error, path: &Path) -> anyhow::Error {
     if is_disk_full(&error) {
         let reason = format!("{error} (downloaded bytes are kept; run the same command to resume)");
         return Error::DiskFull { path: path.to_path_buf(), reason }.into();
@@ -60,13 +60,13 @@ pub(super) fn write_error(error: io::Error, path: &Path) -> anyhow::Error {
 
 /// Flushes a directory, so that its entries survive a power failure.
 /// Ignores errors, because some systems cannot flush directories.
-pub(super) fn sync_dir(dir: &Path) {
+pub(in crate::hub) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
 }
 
 /// Returns a temporary path in the same directory as `path`. No other call in this process returns the same path.
 /// A rename within a directory is atomic, so a caller can write the temporary file and then rename it to `path`.
-pub(super) fn temporary_path(path: &Path) -> PathBuf {
+pub(in crate::hub) fn temporary_path(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     with_suffix(path, &format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)))
 }
@@ -87,7 +87,7 @@ fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
 /// Creates or replaces the file `path` with the contents `bytes`, and flushes the data to disk.
 ///
 /// Other processes see either the old file or the complete new file. After an error, the old file is unchanged.
-pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(in crate::hub) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let (temporary, mut file) = create_temporary(path)?;
     // Flush before renaming. Otherwise, a power failure could leave a file of the right size that contains zeros.
     let replaced = file.write_all(bytes).and_then(|()| file.sync_data()).and_then(|()| fs::rename(&temporary, path));
@@ -98,14 +98,14 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Returns whether a file name has the form of a name from [`temporary_path`], such as `config.json.123-0.tmp`.
-pub(super) fn is_temporary(name: &str) -> bool {
+pub(in crate::hub) fn is_temporary(name: &str) -> bool {
     let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     numbers.is_some_and(|(process, count)| is_number(process) && is_number(count))
 }
 
 /// Appends `suffix` to the file name of a path.
-pub(super) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+pub(in crate::hub) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut path = path.as_os_str().to_os_string();
     path.push(suffix);
     path.into()
@@ -113,7 +113,7 @@ pub(super) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 
 /// Returns the sorted paths of all files below a directory.
 /// Symlinks count as files. Directories that cannot be read count as empty.
-pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
+pub(in crate::hub) fn files_below(dir: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in entries(dir) {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
@@ -127,12 +127,12 @@ pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// Returns the entries of a directory, or no entries if the directory is missing or cannot be read.
-pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
+pub(in crate::hub) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
 }
 
 /// Resolves the symlinks in the existing part of a path.
-pub(super) fn resolve(path: &Path) -> PathBuf {
+pub(in crate::hub) fn resolve(path: &Path) -> PathBuf {
     let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
     path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())
 }

@@ -5,10 +5,10 @@ use std::time::Duration;
 use anyhow::Result;
 use ureq::http::{StatusCode, header};
 
-use super::config::HubConfig;
-use super::limits::Limits;
-use super::remote::{agent, bypass_proxy_if_local};
+use super::{agent, bypass_proxy_if_local};
 use crate::error::Error;
+use crate::hub::config::HubConfig;
+use crate::hub::limits::Limits;
 use crate::text::library_error;
 
 /// The time limit for connecting in [`check_endpoint`].
@@ -34,7 +34,7 @@ pub enum TokenStatus {
 /// Does not follow redirects.
 ///
 /// Fails if the request fails or exceeds a time limit, or if the status is a server error.
-pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
+pub(in crate::hub) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
     let token = config.sent_token();

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::cache::RepoDir;
-use super::client::Hub;
 use super::deletion::{bytes_below, file_bytes, linked_blobs, remove_dir, remove_file, walk};
-use super::demo;
-use super::disk::{self, files_below};
-use super::download::partial::SUFFIXES;
+use crate::hub::cache::RepoDir;
+use crate::hub::cache::disk::{self, files_below};
+use crate::hub::client::Hub;
+use crate::hub::demo;
+use crate::hub::download::partial::SUFFIXES;
 
 /// The result of pruning one repository or the demo.
 #[derive(Debug, PartialEq, Eq)]

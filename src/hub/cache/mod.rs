@@ -13,6 +13,9 @@
 //! - `hf-hub` joins etags and revisions to paths without validating them.
 //! - `hf-hub` writes refs in place, so a crash can leave a truncated ref.
 
+pub(in crate::hub) mod disk;
+pub(in crate::hub) mod lock;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -22,10 +25,10 @@ use std::time::SystemTime;
 use anyhow::Result;
 use hf_hub::{Cache as HuggingFaceCache, Repo};
 
-use super::disk::{self, create_dir, entries, files_below, sync_dir, temporary_path, with_suffix, write_error};
-use super::lock::{self, Lock};
-use super::names;
 use crate::files;
+use crate::hub::names;
+use disk::{create_dir, entries, files_below, sync_dir, temporary_path, with_suffix, write_error};
+use lock::Lock;
 
 /// A directory that caches model repositories.
 pub(super) struct Cache {

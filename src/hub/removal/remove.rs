@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::cache::RepoDir;
-use super::client::Hub;
 use super::deletion::{bytes_below, linked_blobs, read_dir, remove_dir, remove_file, walk};
-use super::find::list_hint;
-use super::progress::Progress;
-use super::{demo, names};
 use crate::error::Error;
 use crate::files;
+use crate::hub::cache::RepoDir;
+use crate::hub::client::Hub;
+use crate::hub::find::list_hint;
+use crate::hub::progress::Progress;
+use crate::hub::{demo, names};
 use crate::snapshot::{gguf, is_weights_file};
 
 /// The result of removing a model.

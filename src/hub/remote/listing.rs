@@ -8,11 +8,11 @@ use anyhow::{Result, bail};
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use super::names;
+use crate::hub::names;
 use crate::text::quote;
 
 /// The maximum size of a file, and of all files of a repository together: 1 PiB. No real repository is larger.
-pub(super) const MAX_FILE_BYTES: u64 = 1 << 50;
+pub(in crate::hub) const MAX_FILE_BYTES: u64 = 1 << 50;
 
 /// The maximum number of files in a repository. Limits the memory that a parsed response takes.
 const MAX_FILES: usize = 200_000;
@@ -34,7 +34,7 @@ impl Listing {
     }
 
     /// Returns the file with this path in the repository, or `None` if the hub does not list such a file.
-    pub(super) fn file(&self, name: &str) -> Option<&RemoteFile> {
+    pub(in crate::hub) fn file(&self, name: &str) -> Option<&RemoteFile> {
         self.files.get(name)
     }
 }
@@ -52,7 +52,7 @@ pub struct RemoteFile {
 
 impl RemoteFile {
     /// Returns whether the size and the etag of the file are known.
-    pub(super) fn has_size_and_etag(&self) -> bool {
+    pub(in crate::hub) fn has_size_and_etag(&self) -> bool {
         self.bytes.is_some() && self.etag.is_some()
     }
 }
@@ -66,14 +66,14 @@ pub struct FileList {
 }
 
 impl FileList {
-    pub(super) fn new(files: Vec<RemoteFile>) -> Self {
+    pub(in crate::hub) fn new(files: Vec<RemoteFile>) -> Self {
         let mut by_name: Vec<u32> = (0..files.len() as u32).collect();
         by_name.sort_unstable_by(|&a, &b| path_order(&files[a as usize].name, &files[b as usize].name));
         Self { files, by_name }
     }
 
     /// Returns the file with this path in the repository, or `None` if the hub does not list such a file.
-    pub(super) fn get(&self, name: &str) -> Option<&RemoteFile> {
+    pub(in crate::hub) fn get(&self, name: &str) -> Option<&RemoteFile> {
         let found = self.by_name.binary_search_by(|&index| path_order(&self.files[index as usize].name, name));
         Some(&self.files[self.by_name[found.ok()?] as usize])
     }

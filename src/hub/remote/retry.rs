@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ureq::http::{HeaderMap, StatusCode, header};
 
-use super::limits::Limits;
+use crate::hub::limits::Limits;
 
 /// The maximum wait between two attempts, unless the server asks for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
@@ -15,7 +15,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(15);
 const MAX_RESETS: u32 = 100;
 
 /// Counts the failures of one request.
-pub(super) struct Retry<'a> {
+pub(in crate::hub) struct Retry<'a> {
     limits: &'a Limits,
     max_failures: u32,
     /// The number of failures since the last [`reset`](Self::reset).
@@ -57,13 +57,13 @@ fn with_jitter(wait: Duration) -> Duration {
 }
 
 /// Returns whether a retry may succeed after a response with `status`.
-pub(super) fn is_temporary(status: StatusCode) -> bool {
+pub(in crate::hub) fn is_temporary(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }
 
 /// Returns the wait from the Retry-After header. The header contains a number of seconds or a date.
 /// Returns `None` if the header is missing or invalid.
-pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+pub(in crate::hub) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();
     if let Ok(seconds) = value.parse() {
         return Some(Duration::from_secs(seconds));

@@ -5,6 +5,10 @@
 //!
 //! This module resolves relative redirects itself, because the `url` crate would add many dependencies.
 
+pub(in crate::hub) mod endpoint;
+pub(in crate::hub) mod listing;
+pub(in crate::hub) mod retry;
+
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -14,14 +18,14 @@ use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::typestate::WithoutBody;
 use ureq::{Agent, Body, RequestBuilder};
 
-use super::config::{HubConfig, is_loopback};
-use super::limits::Limits;
-use super::listing::{Listing, MAX_FILE_BYTES, RemoteFile};
-use super::progress::Progress;
-use super::retry::{Retry, is_temporary, retry_after};
-use super::{hash, names};
 use crate::error::Error;
+use crate::hub::config::{HubConfig, is_loopback};
+use crate::hub::limits::Limits;
+use crate::hub::progress::Progress;
+use crate::hub::{hash, names};
 use crate::text::{counted, library_error, quote};
+use listing::{Listing, MAX_FILE_BYTES, RemoteFile};
+use retry::{Retry, is_temporary, retry_after};
 
 /// The maximum size of a list of files, in bytes. Even a list of tens of thousands of files is smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
