@@ -54,10 +54,10 @@ pub const EXCHANGE_BLOCKS: usize = 128;
 /// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the residual
 /// stream and normalize it. The threads of a block divide the columns of a row.
 pub const EXCHANGE_ROW_THREADS: usize = 512;
-/// The maximum number of parts of a row in the `exchange_add_norm` kernels for wide rows. In the kernels for narrower
-/// rows, a row is one part. A thread has 8 columns of each part.
-pub const EXCHANGE_ROW_PARTS: usize = 4;
-/// Blocks per multiprocessor in the `exchange_add_norm` kernels for rows of one part, except with
+/// The maximum number of segments of a row in the `exchange_add_norm` kernels for wide rows. In the kernels for narrower
+/// rows, a row is one segment. A thread has 8 columns of each segment.
+pub const EXCHANGE_ROW_SEGMENTS: usize = 4;
+/// Blocks per multiprocessor in the `exchange_add_norm` kernels for rows of one segment, except with
 /// `PartialResult::ProductParts`.
 /// Two blocks have more rows in flight than one.
 pub const EXCHANGE_ROW_BLOCKS: usize = 2;

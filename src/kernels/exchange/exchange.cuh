@@ -28,7 +28,7 @@ constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
 // The maximum number of positions in a batch. A thread loads the values of a whole batch before it uses the first one,
 // so that the loads overlap.
-constexpr int BATCH = 4;
+constexpr int BATCH_POSITIONS = 4;
 // After every CHECK_TURNS polls, a waiting thread checks whether to give up.
 // Each check reads host memory, which is slow.
 constexpr uint32_t CHECK_TURNS = 4096;
@@ -98,10 +98,12 @@ struct Quad {
     static __device__ uint4 empty() { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
 };
 
-__device__ __forceinline__ float add(uint32_t a, uint32_t b) { return __uint_as_float(a) + __uint_as_float(b); }
-__device__ __forceinline__ void add_to(uint32_t& sum, uint32_t v) { sum = __float_as_uint(add(sum, v)); }
-__device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
-    add_to(sum.x, v.x), add_to(sum.y, v.y), add_to(sum.z, v.z), add_to(sum.w, v.w);
+// Adds words that hold the bits of f32 values.
+__device__ __forceinline__ void add_words(uint32_t& sum, uint32_t v) {
+    sum = __float_as_uint(__uint_as_float(sum) + __uint_as_float(v));
+}
+__device__ __forceinline__ void add_words(uint4& sum, uint4 v) {
+    add_words(sum.x, v.x), add_words(sum.y, v.y), add_words(sum.z, v.z), add_words(sum.w, v.w);
 }
 
 // ---- bf16 values, two per word ----
@@ -169,7 +171,8 @@ class Waiting {
     }
 
 public:
-    __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
+    __device__ explicit Waiting(const Mailboxes& mailboxes)
+        : control(mailboxes.control), timeout(mailboxes.timeout_seconds * 1000000000ull) {}
 
     // Reloads `v` from address `from` until all its words have arrived or this thread gives up.
     // After a timeout, the host reports that the rank `sender` does not answer.
@@ -181,13 +184,14 @@ public:
     }
 };
 
-// At most BATCH positions in a region: `start`, `start` + `step`, `start` + 2 · `step` and so on, all before `end`.
-struct Batch {
+// At most BATCH_POSITIONS positions in a region: `start`, `start` + `step`, `start` + 2 · `step` and so on, all before
+// `end`.
+struct PositionBatch {
     int start, step, end;
     // Calls `use(j, i)` for each position i of the batch. j is the index of the position in the batch.
     template <typename Use> __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
+        for (int j = 0; j < BATCH_POSITIONS; ++j) {
             const int i = start + j * step;
             if (i < end) use(j, i);
         }
@@ -197,22 +201,23 @@ struct Batch {
 // Divides the positions `first`, `first` + `step` and so on, all before `end`, into batches.
 // Calls `use(batch)` for each batch.
 template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
-    for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
+    for (int start = first; start < end; start += BATCH_POSITIONS * step) use(PositionBatch{start, step, end});
 }
 
-// Waits for the values that `rank` sends for the positions of a batch, and stores these values in `part`.
-// If `rank` is this rank, takes the values from `own(j, i)` instead (see Batch::each).
+// Waits for the values that `rank` sends for the positions of a batch, and stores these values in `received`.
+// If `rank` is this rank, takes the values from `own(j, i)` instead (see PositionBatch::each).
 //   slot: the address of position 0 in the region of rank 0, in this rank's mailbox
 template <typename V, typename Own>
-__device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, const uint32_t* slot, int rank,
-                                        Waiting& waiting, Own own, typename V::Word (&part)[BATCH]) {
-    const uint32_t* region = slot + (size_t)rank * m.region;
-    if (rank == m.rank) {
-        batch.each([&](int j, int i) { part[j] = own(j, i); });
+__device__ __forceinline__ void receive(const PositionBatch& batch, const Mailboxes& mailboxes, const uint32_t* slot,
+                                        int rank, Waiting& waiting, Own own,
+                                        typename V::Word (&received)[BATCH_POSITIONS]) {
+    const uint32_t* region = slot + (size_t)rank * mailboxes.region;
+    if (rank == mailboxes.rank) {
+        batch.each([&](int j, int i) { received[j] = own(j, i); });
         return;
     }
-    batch.each([&](int j, int i) { part[j] = V::load(region + i); });
-    batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
+    batch.each([&](int j, int i) { received[j] = V::load(region + i); });
+    batch.each([&](int j, int i) { waiting.complete<V>(received[j], region + i, rank); });
 }
 
 // ---- one operation ----
@@ -221,23 +226,25 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
 // `number` is the number of earlier operations.
 // `previous` is the largest number of words that the previous operation used in a region.
 struct Operation {
-    const Mailboxes& m;
+    const Mailboxes& mailboxes;
     uint32_t number, previous;
     // The word offsets in a mailbox at which the slots of this operation and of the previous operation start.
     size_t slot, last_slot;
 
-    __device__ explicit Operation(const Mailboxes& m) : m(m) {
-        number = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
-        slot = slot_of(m, number), last_slot = slot_of(m, number + EXCHANGE_SLOTS - 1);
+    __device__ explicit Operation(const Mailboxes& mailboxes) : mailboxes(mailboxes) {
+        number = Scalar::load(mailboxes.state), previous = Scalar::load(mailboxes.state + 1);
+        slot = slot_of(mailboxes, number), last_slot = slot_of(mailboxes, number + EXCHANGE_SLOTS - 1);
     }
     // Returns the word offset in a mailbox at which the slot of operation `number` starts.
-    static __device__ __forceinline__ size_t slot_of(const Mailboxes& m, uint32_t number) {
-        return (size_t)(number % EXCHANGE_SLOTS) * m.ranks * m.region;
+    static __device__ __forceinline__ size_t slot_of(const Mailboxes& mailboxes, uint32_t number) {
+        return (size_t)(number % EXCHANGE_SLOTS) * mailboxes.ranks * mailboxes.region;
     }
     // Returns the current slot of this rank's mailbox, which starts with the region of rank 0.
-    __device__ const uint32_t* own_slot() const { return m.of[m.rank] + slot; }
+    __device__ const uint32_t* own_slot() const { return mailboxes.of[mailboxes.rank] + slot; }
     // Returns the region of this rank in the current slot of `rank`'s mailbox.
-    __device__ uint32_t* region_at(int rank) const { return m.of[rank] + slot + (size_t)m.rank * m.region; }
+    __device__ uint32_t* region_at(int rank) const {
+        return mailboxes.of[rank] + slot + (size_t)mailboxes.rank * mailboxes.region;
+    }
 
     // Empties the other ranks' regions in the previous operation's slot of this rank's mailbox, and updates the state
     // for the next operation.
@@ -247,21 +254,21 @@ struct Operation {
     // `largest` is the largest number of words that this operation uses in a region.
     __device__ void prepare_next(int thread, int threads, int largest) const {
         // The size of a region is a multiple of 4 words, so stores of 4 words stay within the region.
-        uint32_t* own = m.of[m.rank] + last_slot;
+        uint32_t* own = mailboxes.of[mailboxes.rank] + last_slot;
         for (int i = 4 * thread; i < previous; i += 4 * threads)
-            for (int rank = 0; rank < m.ranks; ++rank)
-                if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
+            for (int rank = 0; rank < mailboxes.ranks; ++rank)
+                if (rank != mailboxes.rank) Quad::store(own + (size_t)rank * mailboxes.region + i, Quad::empty());
         // The slot must be empty before this rank sends the values of the next operation, because those values allow
         // the other ranks to use the slot again. The stores of different GPUs reach host memory over different PCIe
         // paths, so only a fence ensures this order.
-        if (m.in_host_memory) __threadfence_system();
+        if (mailboxes.in_host_memory) __threadfence_system();
         // The last block to read the state updates it. The next operation reads the state after this kernel has ended.
         // The update comes before the wait for the other ranks, so the wait hides the latency of the atomic operation.
         __syncthreads();
-        if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
-            Scalar::store(m.state, number + 1);
-            Scalar::store(m.state + 1, largest);
-            Scalar::store(m.state + 2, 0);
+        if (threadIdx.x == 0 && atomicAdd(mailboxes.state + 2, 1u) == gridDim.x - 1) {
+            Scalar::store(mailboxes.state, number + 1);
+            Scalar::store(mailboxes.state + 1, largest);
+            Scalar::store(mailboxes.state + 2, 0);
         }
     }
 };
@@ -270,10 +277,10 @@ struct Operation {
 // exchange_sent_4 or exchange_sent_1 (exchange_sum.cu), which receives the values. Unless ranks share a GPU, the next
 // kernel does not wait for the sending kernel to end.
 // A rank also sends to its own mailbox, so that its values arrive like the values of the other ranks.
-// If m.ranks is 1, the results are stored instead. This is the case if only one rank runs the layer, or if the
+// If mailboxes.ranks is 1, the results are stored instead. This is the case if only one rank runs the layer, or if the
 // mailboxes are in host memory (see `sender` in exchange_sum.rs).
 class Sender {
-    const Mailboxes& m;
+    const Mailboxes& mailboxes;
     size_t offset = 0;  // the word offset of this rank's region in a mailbox
 
 public:
@@ -282,29 +289,29 @@ public:
     // updates the state.
     // At least one kernel must come between the previous operation and this kernel. The previous operation has then
     // already ended when this kernel starts (see headers/pdl.cuh).
-    __device__ __forceinline__ explicit Sender(const Mailboxes& m) : m(m) {
-        if (m.ranks == 1) return;
+    __device__ __forceinline__ explicit Sender(const Mailboxes& mailboxes) : mailboxes(mailboxes) {
+        if (mailboxes.ranks == 1) return;
         // The shuffle needs the number, so the load has ended before the thread reaches the __syncthreads().
-        const uint32_t number = __shfl_sync(0xffffffffu, Scalar::load(m.state), 0);
-        offset = Operation::slot_of(m, number) + (size_t)m.rank * m.region;
+        const uint32_t number = __shfl_sync(0xffffffffu, Scalar::load(mailboxes.state), 0);
+        offset = Operation::slot_of(mailboxes, number) + (size_t)mailboxes.rank * mailboxes.region;
     }
-    // Sends element i to all ranks. Stores it in `out` instead if m.ranks is 1.
+    // Sends element i to all ranks. Stores it in `out` instead if mailboxes.ranks is 1.
     __device__ __forceinline__ void store(float* out, int i, float value) const {
-        if (m.ranks == 1) {
+        if (mailboxes.ranks == 1) {
             out[i] = value;
             return;
         }
-        for (int rank = 0; rank < m.ranks; ++rank)
-            Scalar::store(m.of[rank] + offset + i, Scalar::sendable(__float_as_uint(value)));
+        for (int rank = 0; rank < mailboxes.ranks; ++rank)
+            Scalar::store(mailboxes.of[rank] + offset + i, Scalar::sendable(__float_as_uint(value)));
     }
 };
 
 // Waits for the previous kernel to end, and lets the next kernel start unless ranks share a GPU.
-__device__ __forceinline__ void begin(const Mailboxes& m) {
+__device__ __forceinline__ void begin(const Mailboxes& mailboxes) {
     pdl_wait();
     // On a shared GPU, the next kernel must not start while this kernel waits for the other ranks.
     // The blocks of the next kernel could leave no room for the kernels of those ranks.
-    if (!m.shares_gpu) pdl_launch_dependents();
+    if (!mailboxes.shares_gpu) pdl_launch_dependents();
 }
 
 // Performs one exchange operation. Sends `words` words to each other rank.
@@ -313,24 +320,24 @@ __device__ __forceinline__ void begin(const Mailboxes& m) {
 // A thread sends and receives V::SIZE words at `first`, V::SIZE words at `first` + `step`, and so on.
 // `largest` is the largest number of words that this operation uses in a region.
 template <typename V, typename Own, typename Take>
-__device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
-    begin(m);
+__device__ void exchange(Own own_words, const Mailboxes& mailboxes, int words, int largest, Take take) {
+    begin(mailboxes);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     const int first = thread * V::SIZE, step = threads * V::SIZE;
     // Small operations spend most of their time on load latency, so the first words and this rank's state are loaded at
     // the same time.
-    typename V::Word v[BATCH];
-    const auto load = [&](const Batch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
+    typename V::Word v[BATCH_POSITIONS];
+    const auto load = [&](const PositionBatch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
     load({first, step, words});
-    const Operation operation(m);
-    each_batch(first, step, words, [&](const Batch& batch) {
+    const Operation operation(mailboxes);
+    each_batch(first, step, words, [&](const PositionBatch& batch) {
         if (batch.start != first) load(batch);
-        for (int rank = 0; rank < m.ranks; ++rank) {
+        for (int rank = 0; rank < mailboxes.ranks; ++rank) {
             uint32_t* to = operation.region_at(rank);
-            if (rank != m.rank) batch.each([&](int j, int i) { V::store(to + i, v[j]); });
+            if (rank != mailboxes.rank) batch.each([&](int j, int i) { V::store(to + i, v[j]); });
         }
     });
     operation.prepare_next(thread, threads, largest);
-    Waiting waiting(m);
+    Waiting waiting(mailboxes);
     take(operation.own_slot(), waiting, first, step);
 }

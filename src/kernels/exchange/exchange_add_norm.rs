@@ -11,7 +11,7 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::gpu_exchange::{GpuExchange, RawMailboxes};
-use crate::kernels::constants::{EXCHANGE_ROW_BLOCKS, EXCHANGE_ROW_PARTS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
+use crate::kernels::constants::{EXCHANGE_ROW_BLOCKS, EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
 use crate::kernels::scratch;
 use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
@@ -20,8 +20,8 @@ use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
 /// With few rows, computing the other rank's rows takes less time than waiting for that rank's normalized rows.
 const REPLICATED_ROWS: usize = 256;
 
-/// The maximum number of columns of a row. A thread has 8 columns of each part of a row.
-const MAX_COLUMNS: usize = 8 * EXCHANGE_ROW_PARTS * EXCHANGE_ROW_THREADS;
+/// The maximum number of columns of a row. A thread has 8 columns of each segment of a row.
+const MAX_COLUMNS: usize = 8 * EXCHANGE_ROW_SEGMENTS * EXCHANGE_ROW_THREADS;
 
 /// Returns the part of a kernel's name that stands for the form of y.
 fn y_suffix(y: PartialResult) -> Result<&'static str> {
@@ -151,7 +151,7 @@ impl GpuExchange {
         let threads = columns.div_ceil(8).next_multiple_of(32);
         let (parts, threads) = match threads {
             ..=EXCHANGE_ROW_THREADS => (1, threads),
-            _ => (EXCHANGE_ROW_PARTS, EXCHANGE_ROW_THREADS),
+            _ => (EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS),
         };
         // On a shared GPU, the blocks of all ranks must fit at the same time. Another rank's y can have a form whose
         // kernel fits fewer blocks, so no rank launches more than `max_blocks`.
@@ -245,7 +245,7 @@ impl GpuExchange {
                     let arguments = addresses.value(self.raw(0, 1), []);
                     (0..ints).fold(arguments, |arguments, _| arguments.int(0)).float(0.0)
                 };
-                for parts in [1, EXCHANGE_ROW_PARTS] {
+                for parts in [1, EXCHANGE_ROW_SEGMENTS] {
                     let own = (format!("exchange_add_norm_{y}_{dtype}_{parts}"), arguments(ints));
                     let rounded = (format!("exchange_add_norm_all_rounded_{y}_{dtype}_{parts}"), arguments(ints + 1));
                     let exact = (format!("exchange_add_norm_all_exact_{y}_{dtype}_{parts}"), arguments(ints + 1));

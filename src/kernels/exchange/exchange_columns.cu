@@ -2,41 +2,43 @@
 #include "exchange/exchange.cuh"
 
 template <typename V>
-__device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailboxes& m, int rows, int largest) {
-    begin(m);
+__device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailboxes& mailboxes, int rows, int largest) {
+    begin(mailboxes);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     const int first = thread * V::SIZE, step = threads * V::SIZE;
-    const auto columns_of = [&](int rank) { return m.first_item[rank + 1] - m.first_item[rank]; };
-    const auto batch_of = [&](int rank, int start) { return Batch{start, step, rows * columns_of(rank)}; };
-    typename V::Word own[BATCH];
+    const auto columns_of = [&](int rank) { return mailboxes.first_item[rank + 1] - mailboxes.first_item[rank]; };
+    const auto batch_of = [&](int rank, int start) { return PositionBatch{start, step, rows * columns_of(rank)}; };
+    typename V::Word own[BATCH_POSITIONS];
     const auto load_own = [&](int start) {
-        batch_of(m.rank, start).each([&](int j, int i) { own[j] = V::sendable(V::load(x + i)); });
+        batch_of(mailboxes.rank, start).each([&](int j, int i) { own[j] = V::sendable(V::load(x + i)); });
     };
     const auto store = [&](int rank, int i, typename V::Word word) {
         const int columns = columns_of(rank);
-        V::store(out + (size_t)(i / columns) * m.first_item[m.ranks] + m.first_item[rank] + i % columns, word);
+        V::store(out + (size_t)(i / columns) * mailboxes.first_item[mailboxes.ranks] + mailboxes.first_item[rank] +
+                     i % columns,
+                 word);
     };
     // Small operations spend most of their time on load latency, so the first words and this rank's state are loaded at
     // the same time.
     load_own(first);
-    const Operation operation(m);
-    Waiting waiting(m);
+    const Operation operation(mailboxes);
+    Waiting waiting(mailboxes);
     const auto send = [&](int start) {
-        const Batch batch = batch_of(m.rank, start);
-        for (int rank = 0; rank < m.ranks; ++rank) {
+        const PositionBatch batch = batch_of(mailboxes.rank, start);
+        for (int rank = 0; rank < mailboxes.ranks; ++rank) {
             uint32_t* to = operation.region_at(rank);
-            if (rank != m.rank) batch.each([&](int j, int i) { V::store(to + i, own[j]); });
+            if (rank != mailboxes.rank) batch.each([&](int j, int i) { V::store(to + i, own[j]); });
         }
-        batch.each([&](int j, int i) { store(m.rank, i, own[j]); });
+        batch.each([&](int j, int i) { store(mailboxes.rank, i, own[j]); });
     };
     const auto take = [&](int start) {
         const uint32_t* slot = operation.own_slot();
-        for (int rank = 0; rank < m.ranks; ++rank) {
-            if (rank == m.rank) continue;
-            const Batch batch = batch_of(rank, start);
-            typename V::Word part[BATCH];
-            receive<V>(batch, m, slot, rank, waiting, [](int, int) { return V::zero(); }, part);
-            batch.each([&](int j, int i) { store(rank, i, part[j]); });
+        for (int rank = 0; rank < mailboxes.ranks; ++rank) {
+            if (rank == mailboxes.rank) continue;
+            const PositionBatch batch = batch_of(rank, start);
+            typename V::Word received[BATCH_POSITIONS];
+            receive<V>(batch, mailboxes, slot, rank, waiting, [](int, int) { return V::zero(); }, received);
+            batch.each([&](int j, int i) { store(rank, i, received[j]); });
         }
     };
 
@@ -44,9 +46,9 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
     // The values of a batch are in transit while the thread receives and stores other values.
     send(first);
     operation.prepare_next(thread, threads, largest);
-    for (int previous = first; previous < largest; previous += BATCH * step) {
-        load_own(previous + BATCH * step);
-        send(previous + BATCH * step);
+    for (int previous = first; previous < largest; previous += BATCH_POSITIONS * step) {
+        load_own(previous + BATCH_POSITIONS * step);
+        send(previous + BATCH_POSITIONS * step);
         take(previous);
     }
 }
@@ -59,10 +61,12 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
 //   grid, block: as for exchange_sum_4 (exchange_sum.cu)
 //   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the words sent to other ranks
 extern "C" __global__ void __launch_bounds__(512)
-    exchange_columns_4(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
-    exchange_columns<Quad>(x, out, m, rows, largest);
+    exchange_columns_4(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int rows,
+                       int largest) {
+    exchange_columns<Quad>(x, out, mailboxes, rows, largest);
 }
 extern "C" __global__ void __launch_bounds__(512)
-    exchange_columns_1(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
-    exchange_columns<Scalar>(x, out, m, rows, largest);
+    exchange_columns_1(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int rows,
+                       int largest) {
+    exchange_columns<Scalar>(x, out, mailboxes, rows, largest);
 }
