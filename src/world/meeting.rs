@@ -1,4 +1,4 @@
-//! How the threads of all ranks exchange values, and how they learn that the world has ended.
+//! How the threads of all ranks gather their values, and how they learn that the world has ended.
 
 use std::any::Any;
 use std::fmt;
@@ -11,10 +11,10 @@ use candle_core::{Result, bail};
 /// How often a waiting rank checks the progress of the other ranks.
 const PROGRESS_POLL: Duration = Duration::from_millis(100);
 
-/// A value that a rank contributes to an exchange.
+/// A value that a rank contributes to a gather.
 type Item = Arc<dyn Any + Send + Sync>;
 
-/// The meeting point where the threads of all ranks exchange values.
+/// The meeting point where the threads of all ranks gather their values.
 #[derive(Debug)]
 pub(super) struct Meeting {
     pub(super) size: usize,
@@ -26,12 +26,12 @@ pub(super) struct Meeting {
 
 #[derive(Debug, Default)]
 pub(super) struct MeetingState {
-    /// The values that the ranks have contributed to the current exchange.
-    brought: Vec<Option<Item>>,
-    /// The number of completed exchanges.
-    exchanges: u64,
-    /// The values of the last completed exchange.
-    /// The values are kept until every rank has joined the next exchange, so no rank misses them.
+    /// The values that the ranks have contributed to the current gather.
+    contributed: Vec<Option<Item>>,
+    /// The number of completed gathers.
+    completed: u64,
+    /// The values of the last completed gather.
+    /// The values are kept until every rank has joined the next gather, so no rank misses them.
     last: Arc<Vec<Item>>,
     pub(super) end_reason: Option<String>,
     pub(super) on_failure: Option<FailureCall>,
@@ -48,7 +48,7 @@ impl fmt::Debug for FailureCall {
 
 impl Meeting {
     pub(super) fn new(size: usize) -> Self {
-        let state = MeetingState { brought: vec![None; size], ..MeetingState::default() };
+        let state = MeetingState { contributed: vec![None; size], ..MeetingState::default() };
         let progress = (0..size).map(|_| AtomicU64::new(0)).collect();
         Self { size, state: Mutex::new(state), changed: Condvar::new(), progress }
     }
@@ -72,39 +72,39 @@ impl Meeting {
     /// Waits until every rank has contributed a value. Returns the values of all ranks.
     /// Ends the world and fails if a rank that has not yet contributed makes no progress for `limit`.
     /// Also fails if the world has already ended or ends during the wait, or if the types of the values differ.
-    pub(super) fn exchange<T: Any + Send + Sync>(
+    pub(super) fn gather<T: Any + Send + Sync>(
         &self,
         rank: usize,
         value: Arc<T>,
         limit: Duration,
     ) -> Result<Vec<Arc<T>>> {
-        let items = self.exchange_items(rank, value, limit)?;
+        let items = self.gather_items(rank, value, limit)?;
         let typed = items.iter().map(|item| item.clone().downcast::<T>());
         match typed.collect() {
             Ok(values) => Ok(values),
-            Err(_) => bail!("internal error: the ranks exchange values of different types"),
+            Err(_) => bail!("internal error: the ranks gather values of different types"),
         }
     }
 
-    fn exchange_items(&self, rank: usize, item: Item, limit: Duration) -> Result<Arc<Vec<Item>>> {
+    fn gather_items(&self, rank: usize, item: Item, limit: Duration) -> Result<Arc<Vec<Item>>> {
         let mut state = self.lock();
-        state.brought[rank] = Some(item);
-        if state.end_reason.is_none() && state.brought.iter().all(Option::is_some) {
-            state.last = Arc::new(state.brought.iter_mut().filter_map(Option::take).collect());
-            state.exchanges += 1;
+        state.contributed[rank] = Some(item);
+        if state.end_reason.is_none() && state.contributed.iter().all(Option::is_some) {
+            state.last = Arc::new(state.contributed.iter_mut().filter_map(Option::take).collect());
+            state.completed += 1;
             self.changed.notify_all();
             return Ok(state.last.clone());
         }
-        let before = state.exchanges;
+        let before = state.completed;
         let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
         // For each rank, its progress at the last check, and the time of the first check that saw this progress.
         let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
-        while state.exchanges == before && state.end_reason.is_none() {
+        while state.completed == before && state.end_reason.is_none() {
             state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;
-            if state.exchanges != before {
+            if state.completed != before {
                 break;
             }
-            for missing in (0..self.size).filter(|&rank| state.brought[rank].is_none()).collect::<Vec<_>>() {
+            for missing in (0..self.size).filter(|&rank| state.contributed[rank].is_none()).collect::<Vec<_>>() {
                 let now = progress(missing);
                 if now != seen[missing].0 {
                     seen[missing] = (now, Instant::now());
@@ -114,7 +114,7 @@ impl Meeting {
             }
         }
         match &state.end_reason {
-            Some(reason) if state.exchanges == before => bail!("{reason}"),
+            Some(reason) if state.completed == before => bail!("{reason}"),
             _ => Ok(state.last.clone()),
         }
     }

@@ -11,6 +11,8 @@
 
 mod exchange;
 mod meeting;
+#[cfg(test)]
+mod tests;
 
 use std::any::Any;
 use std::ops::Range;
@@ -36,13 +38,14 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One of the ranks that run a model, and its connection to the other ranks. A model that is not divided has one rank.
+/// This rank's communicator: its index among the ranks that run a model, and its connection to the other ranks.
+/// A model that is not divided has one rank.
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,
     /// Exchanges tensors between the devices. `None` if the ranks exchange tensors only through `meeting`.
     exchange: Option<Arc<dyn Exchange>>,
-    /// The meeting point where the threads of all ranks exchange values. `None` in a world of one rank.
+    /// The meeting point where the threads of all ranks gather their values. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     stages: Option<Arc<[Range<usize>]>>,
@@ -117,8 +120,8 @@ impl World {
             (None, _) => Ok(x.clone()),
             (_, Some(exchange)) if exchange.can_queue() => exchange.sum(x),
             (Some(meeting), _) => {
-                let parts = self.parts(meeting, x)?;
-                parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
+                let addends = self.gather_tensors(meeting, x)?;
+                addends[1..].iter().try_fold(addends[0].clone(), |sum, addend| sum + addend)
             }
         }
     }
@@ -184,28 +187,28 @@ impl World {
             (None, _) => Ok(x.clone()),
             (_, Some(exchange)) if exchange.can_queue() => exchange.concat_columns(x, columns, out),
             (Some(meeting), _) => {
-                let parts = self.parts(meeting, x)?;
-                let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
-                Tensor::cat(&parts, 1)
+                let columns = self.gather_tensors(meeting, x)?;
+                let columns: Vec<&Tensor> = columns.iter().filter(|columns| columns.elem_count() > 0).collect();
+                Tensor::cat(&columns, 1)
             }
         }
     }
 
     /// Returns the x of every rank, in rank order, copied to this rank's device.
     /// If possible, the driver copies directly from GPU to GPU, without using host memory.
-    fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
+    fn gather_tensors(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
         let device = x.device();
         // The streams of different GPUs run independently, so finish x before another rank reads it.
         device.synchronize()?;
         let limit = if device.is_cuda() { HOST_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
-        let parts = meeting.exchange(self.rank, Arc::new(x.clone()), limit)?;
-        let parts = parts.iter().map(|part| part.to_device(device)).collect::<Result<Vec<_>>>()?;
+        let tensors = meeting.gather(self.rank, Arc::new(x.clone()), limit)?;
+        let tensors = tensors.iter().map(|tensor| tensor.to_device(device)).collect::<Result<Vec<_>>>()?;
         if device.is_cuda() {
             // Wait until all ranks have read x, because the caller may free x afterward.
             device.synchronize()?;
-            meeting.exchange(self.rank, Arc::new(()), limit)?;
+            meeting.gather(self.rank, Arc::new(()), limit)?;
         }
-        Ok(parts)
+        Ok(tensors)
     }
 
     /// Returns the values of all ranks, in rank order. Waits until all ranks have called this function.
@@ -213,7 +216,7 @@ impl World {
     pub fn all_gather<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
-            Some(meeting) => meeting.exchange(self.rank, Arc::new(value), HOST_ANSWER_TIMEOUT),
+            Some(meeting) => meeting.gather(self.rank, Arc::new(value), HOST_ANSWER_TIMEOUT),
         }
     }
 
@@ -305,142 +308,4 @@ pub fn share(total: usize, unit: usize, rank: usize, size: usize) -> Range<usize
     let units = total.div_ceil(unit);
     let start = |rank: usize| ((units / size * rank + rank.min(units % size)) * unit).min(total);
     start(rank)..start(rank + 1)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Instant;
-
-    use candle_core::Device;
-
-    use super::*;
-
-    #[test]
-    fn shares_cover_everything_once_and_differ_by_one_unit() {
-        for (total, unit) in [(90, 1), (2880, 32), (113, 1), (96, 32), (100, 32), (8, 1), (3, 2), (0, 4)] {
-            for size in 1..=9 {
-                let shares: Vec<_> = (0..size).map(|rank| share(total, unit, rank, size)).collect();
-                assert_eq!((shares[0].start, shares[size - 1].end), (0, total));
-                assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
-                assert!(shares.iter().all(|share| share.start % unit == 0 || share.is_empty()));
-                let units: Vec<usize> = shares.iter().map(|share| share.len().div_ceil(unit)).collect();
-                assert!(units.is_sorted_by(|a, b| a >= b) && units[0] - units[size - 1] <= 1, "{units:?}");
-            }
-        }
-        let blocks = |size| (0..size).map(|rank| share(90, 1, rank, size).len()).collect::<Vec<_>>();
-        assert_eq!(blocks(4), [23, 23, 22, 22]);
-        assert_eq!(blocks(8), [12, 12, 11, 11, 11, 11, 11, 11]);
-    }
-
-    /// Runs `work` on one thread per rank. Returns the results in the order of the ranks.
-    fn on_threads<T: Send>(size: usize, work: impl Fn(World) -> T + Sync) -> Vec<T> {
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = World::threads(size).into_iter().map(|world| scope.spawn(|| work(world))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        })
-    }
-
-    #[test]
-    fn sums_are_added_in_the_order_of_the_ranks() {
-        // The result depends on the order of additions: in f32, 1e8 + 1 - 1e8 is 0, but 1e8 - 1e8 + 1 is 1.
-        let values = [1e8f32, 1.0, -1e8];
-        for _ in 0..100 {
-            let sums = on_threads(3, |world| {
-                let x = Tensor::new(&[values[world.rank()], world.rank() as f32], &Device::Cpu).unwrap();
-                world.sum(&x).unwrap().to_vec1::<f32>().unwrap()
-            });
-            assert_eq!(sums, [[0.0, 3.0], [0.0, 3.0], [0.0, 3.0]]);
-        }
-    }
-
-    #[test]
-    fn ranks_exchange_many_times_without_mixing_data() {
-        let sums = on_threads(4, |world| {
-            (0..1000).all(|round| {
-                let x = Tensor::new(&[(round * world.rank()) as f32], &Device::Cpu).unwrap();
-                world.sum(&x).unwrap().to_vec1::<f32>().unwrap() == [(6 * round) as f32]
-            })
-        });
-        assert_eq!(sums, [true; 4]);
-    }
-
-    #[test]
-    fn uneven_and_empty_columns_are_placed_side_by_side() {
-        for (columns, expected) in [(4, vec![0.0, 0.0, 1.0, 2.0]), (2, vec![0.0, 1.0])] {
-            let rows = on_threads(3, |world| {
-                let own = world.share(columns, 1).len();
-                let x = Tensor::full(world.rank() as f32, (2, own), &Device::Cpu).unwrap();
-                world.concat_columns(&x, columns).unwrap().to_vec2::<f32>().unwrap()
-            });
-            assert!(rows.iter().all(|rows| rows[0] == expected && rows[1] == expected), "{rows:?}");
-        }
-    }
-
-    #[test]
-    fn every_rank_gets_the_values_of_all() {
-        let values = on_threads(3, |world| {
-            let of_ranks = world.all_gather(world.rank() * 10).unwrap();
-            (of_ranks.iter().map(|value| **value).collect::<Vec<_>>(), world.check().is_ok())
-        });
-        assert_eq!(values, vec![(vec![0, 10, 20], true); 3]);
-    }
-
-    #[test]
-    fn the_end_of_a_world_frees_the_ranks_that_wait() {
-        let errors = on_threads(3, |world| match world.rank() {
-            2 => {
-                world.end("rank 2 failed");
-                String::new()
-            }
-            _ => world.sum(&Tensor::new(&[1f32], &Device::Cpu).unwrap()).unwrap_err().to_string(),
-        });
-        assert!(errors[..2].iter().all(|error| error.contains("rank 2 failed")), "{errors:?}");
-    }
-
-    #[test]
-    fn a_rank_that_does_not_answer_ends_the_world_with_its_name() {
-        let limit = Duration::from_secs(1);
-        let value = || Arc::new(());
-        let ends = on_threads(3, |world| {
-            let meeting = world.meeting.clone().unwrap();
-            if world.rank() == 1 {
-                // This rank takes twice as long as `limit`, but the others keep waiting, because it makes progress.
-                for _ in 0..20 {
-                    std::thread::sleep(limit / 10);
-                    world.tick();
-                }
-                meeting.exchange(1, value(), limit).unwrap();
-                std::thread::sleep(limit * 3);
-                let error = meeting.exchange(1, value(), limit).unwrap_err().to_string();
-                return (error, Duration::ZERO);
-            }
-            meeting.exchange(world.rank(), value(), limit).unwrap();
-            let started = Instant::now();
-            let error = meeting.exchange(world.rank(), value(), limit).unwrap_err().to_string();
-            (error, started.elapsed())
-        });
-        let expected = "GPU 2 of 3 does not answer; the other GPUs were stopped";
-        // Compare only the first line: if RUST_BACKTRACE is set, candle errors also contain a backtrace.
-        assert!(ends.iter().all(|(error, _)| error.lines().next() == Some(expected)), "{ends:?}");
-        // One rank ends the world after waiting for the limit. The other rank may have waited for less than the limit.
-        assert!(ends.iter().any(|(_, waited)| *waited >= limit), "{ends:?}");
-    }
-
-    #[test]
-    fn failures_are_reported_once_and_closing_is_not_a_failure() {
-        let failures = |act: &dyn Fn(&[World])| {
-            let (sender, receiver) = std::sync::mpsc::channel();
-            let worlds = World::threads(2);
-            worlds[0].on_failure(move |reason| sender.send(reason.to_string()).unwrap());
-            act(&worlds);
-            drop(worlds);
-            receiver.into_iter().collect::<Vec<_>>()
-        };
-        let fail_twice = |worlds: &[World]| {
-            worlds[1].end("first");
-            worlds[0].end("second");
-        };
-        assert_eq!(failures(&fail_twice), ["first"]);
-        assert!(failures(&|worlds| worlds[0].close()).is_empty());
-    }
 }
