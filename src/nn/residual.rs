@@ -68,7 +68,7 @@ impl PartialForm {
         match post_norm {
             None if world.size() == 1 => Self::ProductParts,
             // If the product can only have one part, `Rounded` takes less time than `ProductParts`.
-            None if world.adds_up_partials() && has_parts(device, rows) => Self::ProductParts,
+            None if world.can_add_product_parts() && has_parts(device, rows) => Self::ProductParts,
             _ if world.can_round(rows * hidden) => Self::Rounded,
             _ => Self::F32,
         }
@@ -172,7 +172,7 @@ impl<'l> Residual<'l> {
     }
 
     /// Adds the partial results of all ranks and the bias to x, and returns the normalized sum.
-    /// Returns `None` and leaves x as it is for a LayerNorm, or if [`World::add_partials`] does not support the update.
+    /// Returns `None` and leaves x as it is for a LayerNorm, or if [`World::update_residual`] does not support the update.
     fn add_partials(
         &mut self,
         y: PartialResult,
@@ -184,8 +184,8 @@ impl<'l> Residual<'l> {
             return Ok(None);
         }
         let (is_divided, weight, eps) = (self.is_divided, &norm.weight, norm.eps);
-        let update = ResidualUpdate { x: &self.x, is_divided, y, bias, weight, eps, dtype };
-        Ok(self.world.add_partials(&update)?.map(|updated| {
+        let update = ResidualUpdate { x: &self.x, is_divided, partial: y, bias, weight, eps, dtype };
+        Ok(self.world.update_residual(&update)?.map(|updated| {
             (self.x, self.is_divided) = (updated.x, updated.is_divided);
             updated.normed
         }))

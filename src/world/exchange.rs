@@ -35,10 +35,10 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Computes a [`ResidualUpdate`], for [`World::add_partials`](super::World::add_partials).
+    /// Computes a [`ResidualUpdate`], for [`World::update_residual`](super::World::update_residual).
     /// Returns `None` if the update is not supported.
-    /// If `rounds` is true, rounds y to bf16, and may round the normalized x' to bf16.
-    fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
+    /// If `rounds` is true, rounds the partial results to bf16, and may round the normalized x' to bf16.
+    fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
 
     /// Collects each row of x from the rank that computed it, for [`World::gather_rows`](super::World::gather_rows).
     fn gather_rows(&self, x: &Tensor) -> Result<Tensor>;
@@ -56,15 +56,15 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     fn end(&self);
 }
 
-/// One rank's partial result y, `[rows, hidden]`.
-/// The sum of y over all ranks is the output of attention or of an MLP, without its bias.
+/// One rank's partial result, `[rows, hidden]`.
+/// The sum of the partial results of all ranks is the output of attention or of an MLP, without its bias.
 #[derive(Clone, Copy, Debug)]
 pub enum PartialResult<'t> {
-    /// y itself, f32 or bf16.
+    /// The partial result itself, f32 or bf16.
     Rows(&'t Tensor),
-    /// y is the sum of these parts of a matrix product, f32 `[parts, rows, hidden]`.
+    /// The partial result is the sum of these parts of a matrix product, f32 `[parts, rows, hidden]`.
     ProductParts(&'t Tensor),
-    /// Each row of y is the sum of the outputs of the row's experts, weighted with `weights`.
+    /// Each row of the partial result is the sum of the outputs of the row's experts, weighted with `weights`.
     Experts {
         /// The outputs, `[rows, chosen, hidden]`.
         /// `chosen` is the number of experts per row. Only bf16 is supported.
@@ -74,8 +74,8 @@ pub enum PartialResult<'t> {
     },
 }
 
-/// An update of the residual stream, x' = x + bias + Σ y over all ranks, followed by the RMSNorm of x'.
-/// All tensors except y and the normalized x' are f32.
+/// An update of the residual stream, x' = x + bias + Σ partial over all ranks, followed by the RMSNorm of x'.
+/// All tensors except the partial result and the normalized x' are f32.
 #[derive(Clone, Copy, Debug)]
 pub struct ResidualUpdate<'t> {
     /// x, `[rows, hidden]`.
@@ -83,7 +83,7 @@ pub struct ResidualUpdate<'t> {
     /// Whether x is valid only in the rows that this rank computed (see [`UpdatedResidual`]).
     pub is_divided: bool,
     /// This rank's partial result. Its form and its dtype may differ between ranks.
-    pub y: PartialResult<'t>,
+    pub partial: PartialResult<'t>,
     /// A bias to add to every row: `[hidden]`.
     pub bias: Option<&'t Tensor>,
     /// The weight of the RMSNorm, `[hidden]`.

@@ -138,34 +138,41 @@ impl World {
 
     /// Returns whether the ranks may round partial results with `elements` elements to bf16 when they add them up.
     pub fn can_round(&self, elements: usize) -> bool {
-        let can_queue = self.exchange.as_ref().is_some_and(|exchange| exchange.can_queue());
-        can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
+        self.min_rounded_now().is_some_and(|min_rounded| elements >= min_rounded)
     }
 
-    /// Returns whether layers should pass [`PartialResult::ProductParts`] to [`add_partials`](Self::add_partials):
-    /// only if an [`Exchange`] can queue operations and may round partial results.
-    pub fn adds_up_partials(&self) -> bool {
-        self.can_round(usize::MAX)
+    /// Returns whether layers should pass [`PartialResult::ProductParts`] to
+    /// [`update_residual`](Self::update_residual): only if an [`Exchange`] can queue operations and may round partial
+    /// results.
+    pub fn can_add_product_parts(&self) -> bool {
+        self.min_rounded_now().is_some()
     }
 
-    /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round a large y
-    /// and the normalized x' to bf16.
+    /// Returns the number of elements from which on partial results may be rounded.
+    /// Returns `None` if no result may be rounded, or if no [`Exchange`] can queue operations now.
+    fn min_rounded_now(&self) -> Option<usize> {
+        self.min_rounded.filter(|_| self.exchange.as_ref().is_some_and(|exchange| exchange.can_queue()))
+    }
+
+    /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round large
+    /// partial results and the normalized x' to bf16.
     ///
     /// Returns `None` unless there is an [`Exchange`] that can queue the update and supports it.
-    /// If y is [`PartialResult::Rows`] in f32 or bf16, all ranks then get `None`. Rows must not have another dtype,
-    /// because some ranks could then wait for ranks that get `None`. If y has another form, the other ranks may be
-    /// waiting in the update, so a rank that gets `None` must add up y and call again with the rows.
-    pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
+    /// If the partial result is [`PartialResult::Rows`] in f32 or bf16, all ranks then get `None`.
+    /// Rows must not have another dtype, because some ranks could then wait for ranks that get `None`.
+    /// If the partial result has another form, the other ranks may be waiting in the update, so a rank that gets `None`
+    /// must add up its partial result and call again with the rows.
+    pub fn update_residual(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         match &self.exchange {
             Some(exchange) if exchange.can_queue() => {
-                exchange.add_partials(update, self.can_round(update.x.elem_count()))
+                exchange.update_residual(update, self.can_round(update.x.elem_count()))
             }
             _ => Ok(None),
         }
     }
 
     /// Collects each row of x from the rank that computed it. x is a divided x' from
-    /// [`add_partials`](Self::add_partials).
+    /// [`update_residual`](Self::update_residual).
     pub fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) => exchange.gather_rows(x),

@@ -1,16 +1,17 @@
-//! Updates of the residual stream x with the partial results y of all ranks (`exchange_add_norm.cu`).
+//! Updates of the residual stream x with the partial results of all ranks (`exchange_add_norm.cu`).
 //!
 //! - In `exchange_add_norm_all`, each rank computes all rows.
-//!   This kernel runs if y is not rounded to bf16, or if there are two ranks and few rows.
-//!   In both cases, x must be valid in all rows, and y must fit in a region.
+//!   This kernel runs if partial results are not rounded to bf16, or if there are two ranks and few rows.
+//!   In both cases, x must be valid in all rows, and a partial result must fit in a region.
 //! - In `exchange_add_norm`, each rank computes its own rows and sends the normalized rows to the other ranks.
-//!   This kernel runs in all other cases in which y is rounded, even if x is valid only in the rank's own rows.
+//!   This kernel runs in all other cases in which partial results are rounded, even if x is valid only in the rank's
+//!   own rows.
 
 use std::ops::Range;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::gpu_exchange::{GpuExchange, RawMailboxes};
+use super::gpu_exchange::GpuExchange;
 use crate::kernels::constants::{EXCHANGE_ROW_BLOCKS, EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
 use crate::kernels::scratch;
@@ -20,15 +21,47 @@ use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
 /// With few rows, computing the other rank's rows takes less time than waiting for that rank's normalized rows.
 const REPLICATED_ROWS: usize = 256;
 
-/// The maximum number of columns of a row. A thread has 8 columns of each segment of a row.
-const MAX_COLUMNS: usize = 8 * EXCHANGE_ROW_SEGMENTS * EXCHANGE_ROW_THREADS;
+/// The maximum number of columns of a row in one segment. A thread has 8 columns of each segment.
+const SEGMENT_COLUMNS: usize = 8 * EXCHANGE_ROW_THREADS;
+/// The maximum number of columns of a row.
+const MAX_COLUMNS: usize = EXCHANGE_ROW_SEGMENTS * SEGMENT_COLUMNS;
 
-/// Returns the part of a kernel's name that stands for the form of y.
-fn y_suffix(y: PartialResult) -> Result<&'static str> {
-    match y {
-        PartialResult::Rows(y) => dtype_suffix(y.dtype()),
-        PartialResult::ProductParts(_) => Ok("parts"),
-        PartialResult::Experts { .. } => Ok("experts"),
+/// A family of kernels of `exchange_add_norm.cu`. The kernels of a family differ in the form of the partial result, in
+/// the dtype of the normalized rows, and in the maximum number of segments of a row.
+#[derive(Clone, Copy, Debug)]
+enum UpdateKernel {
+    /// `exchange_add_norm`: each rank computes its own rows. Rounds partial results to bf16.
+    OwnRows,
+    /// `exchange_add_norm_all`: each rank computes all rows. Rounds partial results to bf16.
+    AllRowsRounded,
+    /// `exchange_add_norm_all` without rounding.
+    AllRowsExact,
+}
+
+impl UpdateKernel {
+    const ALL: [Self; 3] = [Self::OwnRows, Self::AllRowsRounded, Self::AllRowsExact];
+
+    /// Returns whether there is a kernel for the form of `partial`. If bf16 rows must not be rounded, `update_residual`
+    /// converts them to f32.
+    fn supports(self, partial: PartialResult) -> bool {
+        let is_bf16 = matches!(partial, PartialResult::Rows(rows) if rows.dtype() == DType::BF16);
+        !(is_bf16 && matches!(self, Self::AllRowsExact))
+    }
+
+    /// Returns the kernel's name for the form of `partial`, normalized rows of `dtype`, and rows of up to `segments`
+    /// segments.
+    fn name(self, partial: PartialResult, dtype: DType, segments: usize) -> Result<String> {
+        let start = match self {
+            Self::OwnRows => "exchange_add_norm",
+            Self::AllRowsRounded => "exchange_add_norm_all_rounded",
+            Self::AllRowsExact => "exchange_add_norm_all_exact",
+        };
+        let form = match partial {
+            PartialResult::Rows(rows) => dtype_suffix(rows.dtype())?,
+            PartialResult::ProductParts(_) => "parts",
+            PartialResult::Experts { .. } => "experts",
+        };
+        Ok(format!("{start}_{form}_{}_{segments}", dtype_suffix(dtype)?))
     }
 }
 
@@ -48,37 +81,41 @@ impl GpuExchange {
         range.start + own.start..range.start + own.end
     }
 
-    /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds y to bf16, and may round the normalized rows.
+    /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds partial results to bf16, and may round the normalized
+    /// rows.
     /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds` is false.
     /// Fails if the shapes do not match.
     pub(super) fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
-        let ResidualUpdate { x, is_divided, y, bias, weight, eps: _, dtype } = *update;
+        let ResidualUpdate { x, is_divided, partial, bias, weight, eps: _, dtype } = *update;
         let (rows, columns) = x.dims2()?;
-        let y_fits = match y {
-            PartialResult::Rows(y) => y.dims() == x.dims(),
+        let partial_fits = match partial {
+            PartialResult::Rows(rows) => rows.dims() == x.dims(),
             PartialResult::ProductParts(parts) => parts.dims() == [parts.dim(0)?, rows, columns],
             PartialResult::Experts { outputs, weights } => {
                 outputs.dims() == [rows, weights.dim(1)?, columns] && weights.dim(0)? == rows
             }
         };
-        if !y_fits || weight.dims() != [columns] || bias.is_some_and(|bias| bias.dims() != [columns]) {
+        if !partial_fits || weight.dims() != [columns] || bias.is_some_and(|bias| bias.dims() != [columns]) {
             let (x, weight, bias) = (x.dims(), weight.dims(), bias.map(Tensor::dims));
             bail!(
-                "cannot update the residual stream: x {x:?}, y {y:?}, weight {weight:?} and bias {bias:?} do not match"
+                "cannot update the residual stream: x {x:?}, the partial result {partial:?}, weight {weight:?} and \
+                 bias {bias:?} do not match"
             );
         }
         let in_f32;
-        let y = match y {
-            PartialResult::Rows(y) if !rounds => {
-                in_f32 = y.to_dtype(DType::F32)?;
+        let partial = match partial {
+            PartialResult::Rows(rows) if !rounds => {
+                in_f32 = rows.to_dtype(DType::F32)?;
                 PartialResult::Rows(&in_f32)
             }
-            y => y,
+            partial => partial,
         };
         let mut is_supported = columns.is_multiple_of(8) && columns <= MAX_COLUMNS;
         is_supported &= matches!(dtype, DType::BF16 | DType::F32);
-        is_supported &= match y {
-            PartialResult::Rows(y) => address(y)?.is_multiple_of(16) && matches!(y.dtype(), DType::F32 | DType::BF16),
+        is_supported &= match partial {
+            PartialResult::Rows(rows) => {
+                address(rows)?.is_multiple_of(16) && matches!(rows.dtype(), DType::F32 | DType::BF16)
+            }
             PartialResult::ProductParts(parts) => {
                 let are_valid = parts.dtype() == DType::F32 && (1..=MAX_PRODUCT_PARTS).contains(&parts.dim(0)?);
                 are_valid && address(parts)?.is_multiple_of(16)
@@ -97,7 +134,7 @@ impl GpuExchange {
         Ok(if !is_supported {
             None
         } else if computes_all && !is_divided && words <= self.region() {
-            Some(self.update_all_rows(&ResidualUpdate { y, ..*update }, rounds)?)
+            Some(self.update_all_rows(&ResidualUpdate { partial, ..*update }, rounds)?)
         } else if rounds {
             self.update_own_rows(update)?
         } else {
@@ -107,99 +144,97 @@ impl GpuExchange {
 
     /// Computes a supported [`ResidualUpdate`] whose x is valid in all rows. Every rank computes all rows.
     fn update_all_rows(&self, update: &ResidualUpdate, rounds: bool) -> Result<UpdatedResidual> {
-        let ResidualUpdate { x, y, dtype, .. } = *update;
-        let (rows, columns) = x.dims2()?;
+        let (rows, columns) = update.x.dims2()?;
         // SAFETY: the kernel writes every element of `sum` and `normed`.
-        let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
-        let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
-        let kind = if rounds { "rounded" } else { "exact" };
-        let (parts, shape) = self.row_shape(y, rows, columns);
-        let kernel = format!("exchange_add_norm_all_{kind}_{}_{}_{parts}", y_suffix(y)?, dtype_suffix(dtype)?);
-        let arguments = self.update_arguments(update, &sum, &normed, 0..rows, self.raw(0, 1), Some(rows))?;
-        let launch = Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).overlapping();
+        let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, update.x.device()) };
+        let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
+        let kernel = if rounds { UpdateKernel::AllRowsRounded } else { UpdateKernel::AllRowsExact };
+        let launch = self.update_launch(kernel, update, &sum, &normed, 0..rows)?.overlapping();
         // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
         unsafe { self.enqueue(launch)? };
         Ok(UpdatedResidual { x: sum, is_divided: false, normed })
     }
 
     /// Computes a supported [`ResidualUpdate`]. Every rank computes its own rows.
-    /// Rounds y and the normalized rows to bf16.
+    /// Rounds partial results and the normalized rows to bf16.
     /// Returns `None` if a region has no room for a row.
     fn update_own_rows(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
-        let ResidualUpdate { x, y, dtype, .. } = *update;
-        let (rows, columns) = x.dims2()?;
+        let (rows, columns) = update.x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else { return Ok(None) };
         // SAFETY: the kernel writes every element of `normed`, and this rank's rows of `sum`.
         // The result is marked as divided, so callers read only these rows of `sum`.
-        let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
-        let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
+        let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, update.x.device()) };
+        let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
         for range in ranges {
-            let (parts, shape) = self.row_shape(y, share(range.len(), 1, 0, self.mailboxes.len()).len(), columns);
-            let kernel = format!("exchange_add_norm_{}_{}_{parts}", y_suffix(y)?, dtype_suffix(dtype)?);
-            let raw = self.raw(range.len(), 1);
-            let arguments = self.update_arguments(update, &sum, &normed, range.clone(), raw, None)?;
-            let launch = Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).overlapping();
+            let launch = self.update_launch(UpdateKernel::OwnRows, update, &sum, &normed, range)?.overlapping();
             // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }
         Ok(Some(UpdatedResidual { x: sum, is_divided: true, normed }))
     }
 
-    /// Returns the maximum number of parts of a row, with which the kernel's name ends, and the launch shape.
-    /// `rows` is the largest number of rows that a rank computes.
-    fn row_shape(&self, y: PartialResult, rows: usize, columns: usize) -> (usize, LaunchShape) {
-        let threads = columns.div_ceil(8).next_multiple_of(32);
-        let (parts, threads) = match threads {
-            ..=EXCHANGE_ROW_THREADS => (1, threads),
-            _ => (EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS),
-        };
-        // On a shared GPU, the blocks of all ranks must fit at the same time. Another rank's y can have a form whose
-        // kernel fits fewer blocks, so no rank launches more than `max_blocks`.
-        let blocks = match y {
-            PartialResult::Rows(_) | PartialResult::Experts { .. } if parts == 1 && !self.shares_gpu => {
-                self.max_blocks() * EXCHANGE_ROW_BLOCKS
-            }
-            _ => self.max_blocks(),
-        };
-        (parts, LaunchShape::linear(rows.clamp(1, blocks), threads))
-    }
-
-    /// Returns the arguments of a kernel for the rows in `range`.
-    /// `rows` is `None` for `exchange_add_norm`, which takes no number of rows.
-    fn update_arguments(
+    /// Returns a launch of `kernel` that computes the rows in `range` of a supported update.
+    /// Writes them to `sum`, f32, and to `normed`, in the dtype of the update. Both are `[rows, columns]`.
+    fn update_launch(
         &self,
+        kernel: UpdateKernel,
         update: &ResidualUpdate,
         sum: &Tensor,
         normed: &Tensor,
         range: Range<usize>,
-        raw: RawMailboxes,
-        rows: Option<usize>,
-    ) -> Result<Arguments> {
-        let ResidualUpdate { x, y, bias, weight, eps, .. } = *update;
-        let part = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
-        let arguments = Arguments::new().tensor(&part(x)?)?;
-        let arguments = match y {
-            PartialResult::Rows(y) => arguments.tensor(&part(y)?)?,
+    ) -> Result<Launch> {
+        let ResidualUpdate { x, partial, bias, weight, eps, dtype, .. } = *update;
+        let columns = x.dim(1)?;
+        let in_range = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
+        let arguments = Arguments::new().tensor(&in_range(x)?)?;
+        let arguments = match partial {
+            PartialResult::Rows(rows) => arguments.tensor(&in_range(rows)?)?,
             // These rows are in the first part. The kernel adds multiples of the part size to find them in other parts.
-            PartialResult::ProductParts(parts) => arguments.tensor(&part(&parts.get(0)?)?)?,
+            PartialResult::ProductParts(parts) => arguments.tensor(&in_range(&parts.get(0)?)?)?,
             PartialResult::Experts { outputs, weights } => {
-                arguments.tensor(&part(outputs)?)?.tensor(&part(weights)?)?
+                arguments.tensor(&in_range(outputs)?)?.tensor(&in_range(weights)?)?
             }
         };
-        let arguments = arguments.optional(bias)?.tensor(weight)?.tensor(&part(sum)?)?.tensor(&part(normed)?)?;
-        let arguments = arguments.value(raw, []);
-        let arguments = rows.into_iter().fold(arguments, Arguments::int).int(x.dim(1)?);
-        let arguments = match y {
+        let arguments =
+            arguments.optional(bias)?.tensor(weight)?.tensor(&in_range(sum)?)?.tensor(&in_range(normed)?)?;
+        let arguments = arguments.value(self.raw(range.len(), 1), []);
+        // `rows` is the largest number of rows that a rank computes.
+        let (arguments, rows) = match kernel {
+            UpdateKernel::OwnRows => (arguments, share(range.len(), 1, 0, self.mailboxes.len()).len()),
+            UpdateKernel::AllRowsRounded | UpdateKernel::AllRowsExact => (arguments.int(range.len()), range.len()),
+        };
+        let arguments = arguments.int(columns);
+        let arguments = match partial {
             PartialResult::Rows(_) => arguments,
             PartialResult::ProductParts(parts) => arguments.int(parts.dim(0)?).int(x.elem_count()),
             PartialResult::Experts { weights, .. } => arguments.int(weights.dim(1)?),
         };
-        Ok(arguments.float(eps))
+        let (segments, shape) = self.row_shape(partial, rows, columns);
+        let name = kernel.name(partial, dtype, segments)?;
+        Ok(Launch::new(module!("exchange_add_norm"), name, shape, arguments.float(eps)))
+    }
+
+    /// Returns the maximum number of segments of a row, with which the kernel's name ends, and the launch shape.
+    /// `rows` is the largest number of rows that a rank computes.
+    fn row_shape(&self, partial: PartialResult, rows: usize, columns: usize) -> (usize, LaunchShape) {
+        let (segments, threads) = match columns {
+            ..=SEGMENT_COLUMNS => (1, columns.div_ceil(8).next_multiple_of(32)),
+            _ => (EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS),
+        };
+        // On a shared GPU, the blocks of all ranks must fit at the same time. Another rank's partial result can have a
+        // form whose kernel fits fewer blocks, so no rank launches more than `max_blocks`.
+        let blocks = match partial {
+            PartialResult::Rows(_) | PartialResult::Experts { .. } if segments == 1 && !self.shares_gpu => {
+                self.max_blocks() * EXCHANGE_ROW_BLOCKS
+            }
+            _ => self.max_blocks(),
+        };
+        (segments, LaunchShape::linear(rows.clamp(1, blocks), threads))
     }
 
     /// Collects the rows of all ranks in a new tensor, f32 `[rows, columns]`. `x` is a divided result of
     /// `update_residual`, which is valid only in this rank's rows.
-    pub(super) fn gather_own_rows(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         if x.dtype() != DType::F32 || !columns.is_multiple_of(4) || !address(x)?.is_multiple_of(16) {
             let dtype = x.dtype();
@@ -235,29 +270,28 @@ impl GpuExchange {
 
     /// Loads the `exchange_add_norm` and `exchange_add_norm_all` kernels by launching each one for 0 rows.
     pub(super) fn load_add_norm_kernels(&self) -> Result<()> {
-        let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);
-        // The form of y, and the numbers of addresses and integers that `exchange_add_norm` takes.
-        // `exchange_add_norm_all` also takes the number of rows.
-        for (y, addresses, ints) in [("f32", 6, 1), ("bf16", 6, 1), ("parts", 6, 3), ("experts", 7, 2)] {
-            for dtype in ["f32", "bf16"] {
-                let arguments = |ints| {
-                    let addresses = (0..addresses).fold(Arguments::new(), |arguments, _| arguments.address(0));
-                    let arguments = addresses.value(self.raw(0, 1), []);
-                    (0..ints).fold(arguments, |arguments, _| arguments.int(0)).float(0.0)
-                };
-                for parts in [1, EXCHANGE_ROW_SEGMENTS] {
-                    let own = (format!("exchange_add_norm_{y}_{dtype}_{parts}"), arguments(ints));
-                    let rounded = (format!("exchange_add_norm_all_rounded_{y}_{dtype}_{parts}"), arguments(ints + 1));
-                    let exact = (format!("exchange_add_norm_all_exact_{y}_{dtype}_{parts}"), arguments(ints + 1));
-                    for (kernel, arguments) in [own, rounded, exact] {
-                        if kernel.contains("exact_bf16") {
-                            continue; // without rounding, `update_residual` passes bf16 rows as f32
-                        }
-                        // SAFETY: before the first operation and without rows, the kernel accesses only this rank's
-                        // state.
-                        unsafe {
-                            Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).enqueue(&self.device)?
-                        };
+        let device = Device::Cuda(self.device.clone());
+        // Rows of `SEGMENT_COLUMNS` columns have one segment. Rows with 8 more columns have several.
+        for columns in [SEGMENT_COLUMNS, SEGMENT_COLUMNS + 8] {
+            let row = Tensor::zeros((1, columns), DType::F32, &device)?;
+            let row_in_bf16 = Tensor::zeros((1, columns), DType::BF16, &device)?;
+            let (parts, outputs) = (row.unsqueeze(0)?, row_in_bf16.unsqueeze(0)?);
+            let weights = Tensor::zeros((1, 1), DType::F32, &device)?;
+            let (weight, eps) = (&row.get(0)?, 0.0);
+            for partial in [
+                PartialResult::Rows(&row),
+                PartialResult::Rows(&row_in_bf16),
+                PartialResult::ProductParts(&parts),
+                PartialResult::Experts { outputs: &outputs, weights: &weights },
+            ] {
+                for normed in [&row, &row_in_bf16] {
+                    let dtype = normed.dtype();
+                    let update = ResidualUpdate { x: &row, is_divided: false, partial, bias: None, weight, eps, dtype };
+                    for kernel in UpdateKernel::ALL.into_iter().filter(|kernel| kernel.supports(partial)) {
+                        let launch = self.update_launch(kernel, &update, &row, normed, 0..0)?;
+                        // SAFETY: the arguments are those of a supported update. Before the first operation and
+                        // without rows, the kernel accesses only this rank's state.
+                        unsafe { launch.enqueue(&self.device)? };
                     }
                 }
             }

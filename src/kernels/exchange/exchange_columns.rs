@@ -18,7 +18,7 @@ pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &T
 impl GpuExchange {
     /// Returns the columns of all ranks: f32 `[rows, columns]`. `x` is f32 `[rows, columns of this rank]`.
     /// If `out` is given, writes the columns to `out` and returns it.
-    pub(super) fn columns_of_ranks(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
+    pub(super) fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
         let (rows, _) = x.dims2()?;
         let from = x.contiguous()?;
         let out = match out {
@@ -38,8 +38,8 @@ impl GpuExchange {
             bail!("cannot concatenate columns: a rank's share of {columns} columns does not fit in a mailbox region");
         }
         for start in (0..rows).step_by(max_rows) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, max_rows.min(rows - start));
-            let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
+            let rows = max_rows.min(rows - start);
+            let launch = self.columns_launch(&from.narrow(0, start, rows)?, &out.narrow(0, start, rows)?)?;
             // In a step on a batch graph, the ranks exchange all logits with this operation after the graph.
             // If the step needs only the largest logits, the graph itself contains the operation.
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.

@@ -61,18 +61,18 @@ impl GpuExchange {
     }
 
     /// Returns the sum of `x` over all ranks, in the dtype of `x`.
-    pub(super) fn sum_of_ranks(&self, x: &Tensor) -> Result<Tensor> {
-        self.sum_parts(x, self.region(), |x, out| self.sum_launch(x, out, false))
+    pub(super) fn sum(&self, x: &Tensor) -> Result<Tensor> {
+        self.sum_in_launches(x, self.region(), |x, out| self.sum_launch(x, out, false))
     }
 
-    /// Like [`sum_of_ranks`](Self::sum_of_ranks), but rounds every rank's `x` to bf16 before the addition.
+    /// Like [`sum`](Self::sum), but rounds every rank's `x` to bf16 before the addition.
     /// With more than two ranks, also rounds the sum.
     /// Rounds nothing if the number of elements is not a multiple of 8.
-    pub(super) fn rounded_sum_of_ranks(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
         if !x.elem_count().is_multiple_of(8) {
-            return self.sum_of_ranks(x);
+            return self.sum(x);
         }
-        self.sum_parts(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
+        self.sum_in_launches(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
     }
 
     /// Returns a launch that writes the sum of `x` over all ranks to `out`. `out` may be `x`.
@@ -160,8 +160,8 @@ impl GpuExchange {
     }
 
     /// Returns the sum of `x` over all ranks, in the dtype of `x`. Each launch sums at most `max_elements` elements.
-    /// `launch(x, out)` returns the launch for a part of `x` and the same part of the result.
-    fn sum_parts(
+    /// `launch(x, out)` returns the launch for some elements of `x` and the same elements of the result.
+    fn sum_in_launches(
         &self,
         x: &Tensor,
         max_elements: usize,
@@ -172,8 +172,8 @@ impl GpuExchange {
         let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
         let (from, sums, elements) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
         for start in (0..elements).step_by(max_elements) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, max_elements.min(elements - start));
-            let launch = launch(&part(&from)?, &part(&sums)?)?;
+            let count = max_elements.min(elements - start);
+            let launch = launch(&from.narrow(0, start, count)?, &sums.narrow(0, start, count)?)?;
             // SAFETY: `launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }

@@ -278,24 +278,27 @@ impl Exchange for GpuExchange {
         self.launch_within(if may_load { LOAD_TIMEOUT } else { ANSWER_TIMEOUT }, launch)
     }
 
+    // The files `exchange_*.rs` define the operations as functions of `GpuExchange` with the same names.
+    // A path that starts with `GpuExchange::` means these functions, not the functions of the trait.
+
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
-        self.sum_of_ranks(x)
+        GpuExchange::sum(self, x)
     }
 
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
-        self.rounded_sum_of_ranks(x)
+        GpuExchange::sum_rounded(self, x)
     }
 
-    fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
-        self.update_residual(update, rounds)
+    fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
+        GpuExchange::update_residual(self, update, rounds)
     }
 
     fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
-        self.gather_own_rows(x)
+        GpuExchange::gather_rows(self, x)
     }
 
     fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
-        self.columns_of_ranks(x, columns, out)
+        GpuExchange::concat_columns(self, x, columns, out)
     }
 
     fn missing_rank(&self) -> Option<usize> {

@@ -201,7 +201,7 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
     on_gpus(size, path, |world, device, exchange| {
         // With 3000 rows, a rounded update needs two launches, and an exact update is not supported.
         // For a row of 16,384 columns, a thread holds 32 columns, which is the maximum.
-        // Rows of more than 4,096 columns have several parts, of which the last one may not be full.
+        // Rows of more than 4,096 columns have several segments, of which the last one may not be full.
         for (rows, columns) in [(1, 8), (2, 64), (7, 2880), (130, 4096), (3000, 2880), (9, 4104), (5, 16_384)] {
             let cases = [(DType::BF16, true), (DType::F32, false)];
             let cases = cases.into_iter().flat_map(|case| [(case, true), (case, false)]);
@@ -222,7 +222,7 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
                 let (outputs, weights) = expert_outputs(&y);
                 let (outputs, weights) = (outputs.to_device(device).unwrap(), weights.to_device(device).unwrap());
                 let parts = product_parts(&y);
-                let y = match form {
+                let partial = match form {
                     _ if is_added_up(world.rank()) => PartialResult::Rows(&y),
                     "parts" => PartialResult::ProductParts(&parts),
                     _ => PartialResult::Experts { outputs: &outputs, weights: &weights },
@@ -230,8 +230,9 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
                 let (bias, weight) =
                     (tensor(91, columns).flatten_all().unwrap(), tensor(92, columns).flatten_all().unwrap());
                 let bias = has_bias.then_some(&bias);
-                let update = ResidualUpdate { x: &x, is_divided: false, y, bias, weight: &weight, eps: EPS, dtype };
-                let Some(updated) = exchange.add_partials(&update, rounds).unwrap() else {
+                let update =
+                    ResidualUpdate { x: &x, is_divided: false, partial, bias, weight: &weight, eps: EPS, dtype };
+                let Some(updated) = exchange.update_residual(&update, rounds).unwrap() else {
                     assert!(!rounds && rows == 3000, "{case}: the update is not supported");
                     continue;
                 };
