@@ -12,9 +12,10 @@ use crate::kernels::norm::Addend;
 use crate::kernels::rows::add_bias;
 use crate::world::{PartialResult, ResidualUpdate, World};
 
-/// This rank's part of the output of attention or of an MLP.
+/// This rank's partial result of attention or of an MLP.
+/// The output is the sum of all ranks' partial results, plus the bias.
 pub(crate) struct PartialOutput<'l> {
-    /// The part without the bias. The output is the sum of all ranks' parts, plus the bias.
+    /// The partial result, without the bias.
     pub rows: PartialRows,
     /// The bias, f32 `[hidden]`.
     pub bias: Option<&'l Tensor>,
@@ -36,8 +37,8 @@ pub(crate) enum PartialRows {
 impl PartialRows {
     /// Returns the rows as one tensor. The sum of expert outputs has the dtype of the outputs if `form` is `Rounded`,
     /// otherwise f32.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     fn summed(self, form: PartialForm) -> Result<Tensor> {
-        let _ = form; // unused in a build without the feature `cuda`
         match self {
             Self::Summed(rows) => Ok(rows),
             Self::ProductParts(parts) => sum_parts(&parts),
@@ -56,13 +57,13 @@ pub(crate) enum PartialForm {
     F32,
     /// The product may be split into several parts, which the kernel that updates the residual stream adds up.
     ProductParts,
-    /// For large products, which the ranks round to bf16 anyway when they add their parts.
+    /// For large products, which the ranks round to bf16 anyway when they add their partial results.
     /// The product may already be in the compute dtype, which takes less time to write and read than f32.
     Rounded,
 }
 
 impl PartialForm {
-    /// Returns the form for a rank's part of an output, `[rows, hidden]`.
+    /// Returns the form for a rank's partial result, `[rows, hidden]`.
     /// `post_norm` is the norm that will be applied to the output, if any.
     pub fn choose(world: &World, device: &Device, (rows, hidden): (usize, usize), post_norm: Option<&Norm>) -> Self {
         match post_norm {
@@ -83,15 +84,10 @@ fn sum_parts(parts: &Tensor) -> Result<Tensor> {
     (1..parts.dim(0)?).try_fold(first, |sum, part| Ok((sum + parts.get(part)?)?))
 }
 
-/// The tensors that are to be added to the residual stream next.
+/// The output that is to be added to the residual stream next.
 enum Pending<'l> {
-    /// This rank's part of an output, `[tokens, hidden]`, and the bias to add to the sum of all ranks' parts.
-    RankPart(Tensor, Option<&'l Tensor>),
-    /// Like `RankPart`, but this rank's part is the sum of the parts of a product, f32 `[parts, tokens, hidden]`.
-    ProductParts(Tensor, Option<&'l Tensor>),
-    /// The outputs of each token's experts, whose weighted sum is this rank's part of an output.
-    #[cfg(feature = "cuda")]
-    PerExpert(ExpertOutputs),
+    /// This rank's partial result, which is not yet added to the partial results of the other ranks.
+    Partial(PartialOutput<'l>),
     /// A complete output or a second embedding, f32 `[tokens, hidden]`, which is the same on all ranks.
     Whole(Tensor),
 }
@@ -118,7 +114,7 @@ impl<'l> Residual<'l> {
         Self { world, x, is_divided: false, pending: second.map(Pending::Whole) }
     }
 
-    /// Returns the form for this rank's part of an output with `rows` rows.
+    /// Returns the form for this rank's partial result with `rows` rows.
     /// `post_norm` is the norm that will be applied to the output, if any.
     pub fn partial_form(&self, rows: usize, post_norm: Option<&Norm>) -> Result<PartialForm> {
         Ok(PartialForm::choose(self.world, self.x.device(), (rows, self.x.dim(1)?), post_norm))
@@ -129,40 +125,23 @@ impl<'l> Residual<'l> {
         let (parts, bias) = match self.pending.take() {
             None => (None, None),
             Some(Pending::Whole(rows)) => (Some(rows.unsqueeze(0)?), None),
-            Some(Pending::ProductParts(parts, bias)) if self.world.size() == 1 => (Some(parts), bias),
-            Some(Pending::ProductParts(parts, bias)) => {
-                if let Some(normed) = self.add_partials(PartialResult::ProductParts(&parts), bias, norm, dtype)? {
+            Some(Pending::Partial(PartialOutput { mut rows, bias })) => {
+                if let Some(normed) = self.add_norm_fused(&rows, bias, norm, dtype)? {
                     return Ok(normed);
                 }
-                self.pending = Some(Pending::RankPart(sum_parts(&parts)?, bias));
-                return self.norm(norm, dtype);
-            }
-            #[cfg(feature = "cuda")]
-            Some(Pending::PerExpert(outputs)) if self.world.size() == 1 => {
-                if norm.bias.is_none()
-                    && let Some((x, normed)) = outputs.add_norm(self.whole()?, &norm.weight, norm.eps, dtype)?
-                {
-                    self.x = x;
-                    return Ok(normed);
+                if self.world.size() > 1 && !matches!(rows, PartialRows::Summed(_)) {
+                    // Try again with rows, because other ranks may wait for this rank (see `World::update_residual`).
+                    rows = PartialRows::Summed(rows.summed(self.partial_form(self.x.dim(0)?, None)?)?);
+                    if let Some(normed) = self.add_norm_fused(&rows, bias, norm, dtype)? {
+                        return Ok(normed);
+                    }
                 }
-                (Some(outputs.sum(DType::F32)?.unsqueeze(0)?), None)
-            }
-            #[cfg(feature = "cuda")]
-            Some(Pending::PerExpert(outputs)) => {
-                let (outputs_of_pairs, weights) = outputs.outputs_and_weights();
-                let y = PartialResult::Experts { outputs: outputs_of_pairs, weights };
-                if let Some(normed) = self.add_partials(y, None, norm, dtype)? {
-                    return Ok(normed);
-                }
-                let rows = PartialRows::PerExpert(outputs).summed(self.partial_form(self.x.dim(0)?, None)?)?;
-                self.pending = Some(Pending::RankPart(rows, None));
-                return self.norm(norm, dtype);
-            }
-            Some(Pending::RankPart(rows, bias)) => {
-                if let Some(normed) = self.add_partials(PartialResult::Rows(&rows), bias, norm, dtype)? {
-                    return Ok(normed);
-                }
-                (Some(self.sum_rows(&rows)?.unsqueeze(0)?), bias)
+                let parts = match rows {
+                    // Only a single rank still has parts here. `Norm::add_norm` adds them up.
+                    PartialRows::ProductParts(parts) => parts,
+                    rows => self.sum_rows(&rows.summed(PartialForm::F32)?)?.unsqueeze(0)?,
+                };
+                (Some(parts), bias)
             }
         };
         let addend = parts.as_ref().map(|parts| Addend { parts, bias });
@@ -171,11 +150,12 @@ impl<'l> Residual<'l> {
         Ok(normed)
     }
 
-    /// Adds the partial results of all ranks and the bias to x, and returns the normalized sum.
-    /// Returns `None` and leaves x as it is for a LayerNorm, or if [`World::update_residual`] does not support the update.
-    fn add_partials(
+    /// Adds the partial results of all ranks and the bias to x, and returns the normalized sum, in one kernel.
+    /// `rows` is this rank's partial result. Returns `None` and leaves x as it is if no kernel supports this, for example
+    /// for a LayerNorm.
+    fn add_norm_fused(
         &mut self,
-        y: PartialResult,
+        rows: &PartialRows,
         bias: Option<&Tensor>,
         norm: &Norm,
         dtype: DType,
@@ -183,8 +163,24 @@ impl<'l> Residual<'l> {
         if norm.bias.is_some() {
             return Ok(None);
         }
-        let (is_divided, weight, eps) = (self.is_divided, &norm.weight, norm.eps);
-        let update = ResidualUpdate { x: &self.x, is_divided, partial: y, bias, weight, eps, dtype };
+        let (weight, eps) = (&norm.weight, norm.eps);
+        let partial = match rows {
+            PartialRows::Summed(rows) => PartialResult::Rows(rows),
+            PartialRows::ProductParts(parts) => PartialResult::ProductParts(parts),
+            #[cfg(feature = "cuda")]
+            PartialRows::PerExpert(outputs) if self.world.size() == 1 && bias.is_none() => {
+                return Ok(outputs.add_norm(self.whole()?, weight, eps, dtype)?.map(|(x, normed)| {
+                    self.x = x;
+                    normed
+                }));
+            }
+            #[cfg(feature = "cuda")]
+            PartialRows::PerExpert(outputs) => {
+                let (outputs, weights) = outputs.outputs_and_weights();
+                PartialResult::Experts { outputs, weights }
+            }
+        };
+        let update = ResidualUpdate { x: &self.x, is_divided: self.is_divided, partial, bias, weight, eps, dtype };
         Ok(self.world.update_residual(&update)?.map(|updated| {
             (self.x, self.is_divided) = (updated.x, updated.is_divided);
             updated.normed
@@ -192,19 +188,14 @@ impl<'l> Residual<'l> {
     }
 
     /// Makes the output of attention or of an MLP the pending output.
-    /// If there is a `post_norm` (Gemma), first adds up the parts of all ranks and normalizes the sum.
+    /// If there is a `post_norm` (Gemma), first adds up the partial results of all ranks and normalizes the sum.
     pub fn add(&mut self, output: PartialOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
         debug_assert!(self.pending.is_none(), "the previous output is not yet added to the residual stream");
-        self.pending = Some(match (output.rows, post_norm) {
-            #[cfg(feature = "cuda")]
-            (PartialRows::PerExpert(outputs), None) => Pending::PerExpert(outputs),
-            (PartialRows::ProductParts(parts), None) => Pending::ProductParts(parts, output.bias),
-            (rows, post_norm) => {
-                let rows = rows.summed(self.partial_form(self.x.dim(0)?, post_norm)?)?;
-                match post_norm {
-                    None => Pending::RankPart(rows, output.bias),
-                    Some(post_norm) => Pending::Whole(post_norm.forward(&self.sum(&rows, output.bias)?)?),
-                }
+        self.pending = Some(match post_norm {
+            None => Pending::Partial(output),
+            Some(post_norm) => {
+                let rows = output.rows.summed(self.partial_form(self.x.dim(0)?, Some(post_norm))?)?;
+                Pending::Whole(post_norm.forward(&self.sum(&rows, output.bias)?)?)
             }
         });
         Ok(())
@@ -215,10 +206,7 @@ impl<'l> Residual<'l> {
         let output = match self.pending.take() {
             None => return self.whole(),
             Some(Pending::Whole(rows)) => rows,
-            #[cfg(feature = "cuda")]
-            Some(Pending::PerExpert(outputs)) => self.sum(&outputs.sum(DType::F32)?, None)?,
-            Some(Pending::RankPart(rows, bias)) => self.sum(&rows, bias)?,
-            Some(Pending::ProductParts(parts, bias)) => self.sum(&sum_parts(&parts)?, bias)?,
+            Some(Pending::Partial(PartialOutput { rows, bias })) => self.sum(&rows.summed(PartialForm::F32)?, bias)?,
         };
         self.x = (self.whole()? + output)?;
         Ok(&self.x)
@@ -232,7 +220,7 @@ impl<'l> Residual<'l> {
         Ok(())
     }
 
-    /// Returns the sum of all ranks' parts plus the bias, as f32. `rows` is this rank's part.
+    /// Returns the sum of all ranks' partial results plus the bias, as f32. `rows` is this rank's partial result.
     fn sum(&self, rows: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let rows = self.sum_rows(rows)?;
         Ok(match bias {
@@ -241,7 +229,7 @@ impl<'l> Residual<'l> {
         })
     }
 
-    /// Returns the sum of all ranks' parts, as f32. `rows` is this rank's part.
+    /// Returns the sum of all ranks' partial results, as f32. `rows` is this rank's partial result.
     fn sum_rows(&self, rows: &Tensor) -> Result<Tensor> {
         Ok(self.world.sum_partials(&rows.to_dtype(DType::F32)?)?)
     }
