@@ -10,6 +10,7 @@
 //! - `cublas_lt`: f16 and bf16 in all other cases
 //!
 //! candle computes the other f32 products, and all products on a CPU.
+//! On a GPU, the module `matmul_kernel` chooses the kernel of each product.
 //! The module `quantized` computes products of quantized matrices, and `moe` computes products of experts.
 //!
 //! In [`matmul_rounded`] with [`SumOrder::Fastest`], `cublas_lt` computes all f16 and bf16 products that
@@ -23,6 +24,8 @@ pub mod dense_few_tokens;
 pub mod dense_wgmma;
 #[cfg(feature = "cuda")]
 pub mod f32_few_rows;
+#[cfg(any(feature = "cuda", test))]
+mod matmul_kernel;
 pub mod size_class;
 
 #[cfg(feature = "cuda")]
@@ -35,6 +38,8 @@ use super::constants::DENSE_WGMMA_MAX_TOKENS;
 #[cfg(feature = "cuda")]
 use super::launch::runs_wgmma;
 use super::sum_order::{SumOrder, each_row};
+#[cfg(feature = "cuda")]
+use matmul_kernel::{MatmulKernel, ProductForm};
 
 /// The number of tokens in every product of [`product_of_fixed_tokens`].
 /// The number is constant, because cuBLAS and cuBLASLt choose their algorithm based on the number of tokens.
@@ -54,25 +59,22 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor>
 /// The arguments are the same as in [`matmul_f32`].
 pub fn matmul_parts(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Device::Cuda(device) = x.device()
-        && sum_order == SumOrder::Fastest
-        && x.dim(0)? > 1
-        && dense_wgmma::is_supported(device, x, w)?
-    {
-        return dense_wgmma::matmul_parts(device, x, w, None);
+    if let Device::Cuda(device) = x.device() {
+        let is_supported = |_| dense_wgmma::is_supported(device, x, w);
+        if MatmulKernel::choose(ProductForm::Parts, sum_order, x.dim(0)?, is_supported)?.is_some() {
+            return dense_wgmma::matmul_parts(device, x, w, None);
+        }
     }
     matmul_f32(x, w, sum_order)?.unsqueeze(0)
 }
 
 /// Returns whether [`matmul_parts`] may return several parts for products of `tokens` tokens on a device.
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
 pub fn has_parts(device: &Device, tokens: usize) -> bool {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => tokens <= DENSE_WGMMA_MAX_TOKENS && runs_wgmma(device),
-        _ => {
-            let _ = tokens; // unused in builds without CUDA
-            false
-        }
+        _ => false,
     }
 }
 
@@ -82,12 +84,11 @@ pub fn has_parts(device: &Device, tokens: usize) -> bool {
 /// The other arguments are the same as in [`matmul_f32`].
 pub fn matmul_gated(x: &Tensor, w: &Tensor, activation: Activation, sum_order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Device::Cuda(device) = x.device()
-        && sum_order == SumOrder::Fastest
-        && x.dim(0)? > 1
-        && dense_wgmma::is_gated_supported(device, x, w)?
-    {
-        return dense_wgmma::matmul_gated(device, x, w, activation);
+    if let Device::Cuda(device) = x.device() {
+        let is_supported = |_| dense_wgmma::is_gated_supported(device, x, w);
+        if MatmulKernel::choose(ProductForm::Gated, sum_order, x.dim(0)?, is_supported)?.is_some() {
+            return dense_wgmma::matmul_gated(device, x, w, activation);
+        }
     }
     gated_halves(&matmul_f32(x, w, sum_order)?, activation, x.dtype())
 }
@@ -97,17 +98,13 @@ pub fn matmul_gated(x: &Tensor, w: &Tensor, activation: Activation, sum_order: S
 /// [`SumOrder::Fastest`], or if x has only one token.
 #[cfg(feature = "cuda")]
 pub fn matmul_best(x: &Tensor, w: &Tensor, sum_order: SumOrder, output: &dense_wgmma::LogitsOutput) -> Result<bool> {
-    match x.device() {
-        Device::Cuda(device)
-            if sum_order == SumOrder::Fastest
-                && x.dim(0)? > 1
-                && dense_wgmma::is_best_supported(device, x, w, output.first_token)? =>
-        {
-            dense_wgmma::matmul_best(device, x, w, output)?;
-            Ok(true)
-        }
-        _ => Ok(false),
+    let Device::Cuda(device) = x.device() else { return Ok(false) };
+    let is_supported = |_| dense_wgmma::is_best_supported(device, x, w, output.first_token);
+    let kernel = MatmulKernel::choose(ProductForm::Logits, sum_order, x.dim(0)?, is_supported)?;
+    if kernel.is_some() {
+        dense_wgmma::matmul_best(device, x, w, output)?;
     }
+    Ok(kernel.is_some())
 }
 
 /// Like [`matmul_f32`], but may write the product to `out`, f32 `[tokens, rows]`, and return `out`.
@@ -117,30 +114,42 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
     if columns != w_columns || x.dtype() != w.dtype() {
         bail!("cannot multiply: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    match (x.device(), sum_order) {
-        (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w, None)),
-        // The order of additions in `f32_few_rows` does not depend on the number of tokens.
+    match x.device() {
+        Device::Cpu if sum_order == SumOrder::Fixed => each_row(x, |row| product(row, w, None)),
         #[cfg(feature = "cuda")]
-        (Device::Cuda(device), _) if f32_few_rows::is_supported(x, w)? => f32_few_rows::matmul_few_rows(device, x, w),
-        #[cfg(feature = "cuda")]
-        (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
-        // The next two arms leave products with a single token to cuBLASLt, although their kernels support them, too.
-        // Such products are rare, because the decode graph uses its own kernels.
-        #[cfg(feature = "cuda")]
-        (Device::Cuda(device), SumOrder::Fastest)
-            if x.dim(0)? > 1
-                && dense_wgmma::is_supported(device, x, w)?
-                && dense_wgmma::part_count(device, w.dim(0)?, columns)? == 1 =>
-        {
+        Device::Cuda(device) => matmul_f32_on_gpu(device, x, w, sum_order, out),
+        _ => product(x, w, out),
+    }
+}
+
+/// Computes [`matmul_f32_into`] on a GPU. The caller has checked the shapes and dtypes of x and w.
+#[cfg(feature = "cuda")]
+fn matmul_f32_on_gpu(
+    device: &CudaDevice,
+    x: &Tensor,
+    w: &Tensor,
+    sum_order: SumOrder,
+    out: Option<&Tensor>,
+) -> Result<Tensor> {
+    let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
+    let is_supported = |kernel| match kernel {
+        MatmulKernel::F32FewRows => f32_few_rows::is_supported(x, w),
+        MatmulKernel::DenseWgmma => {
+            Ok(dense_wgmma::is_supported(device, x, w)? && dense_wgmma::part_count(device, rows, columns)? == 1)
+        }
+        MatmulKernel::DenseFewTokens => dense_few_tokens::is_supported(device, x, w),
+        MatmulKernel::Library | MatmulKernel::FixedTokens => Ok(true),
+    };
+    match MatmulKernel::choose(ProductForm::F32, sum_order, tokens, is_supported)? {
+        Some(MatmulKernel::F32FewRows) => f32_few_rows::matmul_few_rows(device, x, w),
+        Some(MatmulKernel::DenseWgmma) => {
             let parts = dense_wgmma::matmul_parts(device, x, w, out.map(|out| out.unsqueeze(0)).transpose()?.as_ref())?;
             // `squeeze` would return a tensor with another id, so the caller would copy the result to `out`.
             out.map_or_else(|| parts.squeeze(0), |out| Ok(out.clone()))
         }
-        #[cfg(feature = "cuda")]
-        (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few_tokens::is_supported(device, x, w)? => {
-            dense_few_tokens::matmul_few_tokens(device, x, w)
-        }
-        _ => product(x, w, out),
+        Some(MatmulKernel::DenseFewTokens) => dense_few_tokens::matmul_few_tokens(device, x, w),
+        Some(MatmulKernel::FixedTokens) => product_of_fixed_tokens(x, w),
+        Some(MatmulKernel::Library) | None => product(x, w, out),
     }
 }
 
@@ -149,23 +158,26 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
 /// In all other cases, the result is the same as that of [`matmul_f32`].
 pub fn matmul_rounded(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Device::Cuda(device) = x.device()
-        && sum_order == SumOrder::Fastest
-        && x.dtype() != DType::F32
-        && !dense_few_tokens::is_supported(device, x, w)?
-    {
-        // SAFETY: the product writes every element of `out`.
-        let out = unsafe { crate::kernels::scratch::empty((x.dim(0)?, w.dim(0)?), x.dtype(), x.device())? };
-        // SAFETY: `out` is `[tokens, rows]` in the dtype of x. `gemm` checks x and w.
-        unsafe { cublas_lt::gemm(device, x, w, crate::kernels::launch::address(&out)?, w.dim(0)?, x.dtype())? };
-        return Ok(out);
+    if let Device::Cuda(device) = x.device() {
+        let is_supported = |kernel| match kernel {
+            MatmulKernel::DenseFewTokens => dense_few_tokens::is_supported(device, x, w),
+            _ => Ok(x.dtype() != DType::F32),
+        };
+        let kernel = MatmulKernel::choose(ProductForm::Rounded, sum_order, x.dim(0)?, is_supported)?;
+        if kernel == Some(MatmulKernel::Library) {
+            // SAFETY: the product writes every element of `out`.
+            let out = unsafe { crate::kernels::scratch::empty((x.dim(0)?, w.dim(0)?), x.dtype(), x.device())? };
+            // SAFETY: `out` is `[tokens, rows]` in the dtype of x. `gemm` checks x and w.
+            unsafe { cublas_lt::gemm(device, x, w, crate::kernels::launch::address(&out)?, w.dim(0)?, x.dtype())? };
+            return Ok(out);
+        }
     }
     matmul_f32(x, w, sum_order)
 }
 
 /// Computes [`matmul_f32_into`] with candle or cuBLASLt. The caller has checked the shapes and dtypes of x and w.
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
 fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
-    let _ = out; // unused in builds without CUDA
     match x.device() {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) if x.dtype() != DType::F32 => cublas_lt_f32(device, x, w, out),
