@@ -157,6 +157,8 @@ pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 pub const MAX_PRODUCT_PARTS: usize = 8;
 /// The maximum number of tokens for the dense_wgmma kernels.
 pub const DENSE_WGMMA_MAX_TOKENS: usize = 128;
+/// The maximum number of tokens of each dense_wgmma kernel.
+pub const DENSE_WGMMA_TOKENS: [usize; 5] = [16, 32, 64, 96, DENSE_WGMMA_MAX_TOKENS];
 /// The maximum number of weight rows in a tile of a dense_wgmma kernel: two warpgroups with 64 rows each.
 pub const DENSE_WGMMA_ROWS: usize = 128;
 /// Columns per stage of a dense_wgmma kernel: 128 bytes of each row.

@@ -38,6 +38,12 @@ constexpr int WARPGROUP_ROWS = 64, ROW_BYTES = 128, MULTIPLYING_WARPS = ROWS / W
 static_assert(COLUMNS * 2 == ROW_BYTES && THREADS == 32 * (MULTIPLYING_WARPS + 1),
               "the code below assumes these sizes");
 
+// The ring buffer for w and x. A stage holds DENSE_WGMMA_COLUMNS columns of a tile of w and of x.
+template <int TOKENS> struct Ring {
+    static constexpr int W_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = W_BYTES + TOKENS * ROW_BYTES;
+    static constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
+};
+
 // The position of a copy in the tiles of a block: step `step` of tile `tile`, where each tile has `steps` steps.
 struct Position {
     int steps, tile = 0, step = 0;
@@ -47,7 +53,7 @@ struct Position {
     }
 };
 
-enum class Kind { PLAIN, GATED, LOGITS };
+enum class ProductKind { Plain, Gated, Logits };
 
 // The arguments that only some kinds of kernels have.
 struct KindArguments {
@@ -57,14 +63,85 @@ struct KindArguments {
     int first_id;
 };
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Computes the products of a tile with all tokens, in the layout of wgmma results.
+// `stage` is the ring buffer's stage of the next step, and `parity` is the parity of its barrier in `full`.
+// While the products of one step run, the products of the next step are queued.
+template <typename T, int TOKENS>
+__device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], uint32_t ring, uint64_t* full, uint64_t* empty,
+                                              int steps, int& stage, int& parity, int warp, int lane) {
+    int previous = -1;
+    // If this loop were unrolled, the compiler would insert a wait after each product.
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(shared_address(&full[stage]), parity);
+        const uint32_t at = ring + stage * Ring<TOKENS>::STAGE_BYTES;
+        const uint64_t a = wgmma_descriptor(at + warp / 4 * WARPGROUP_ROWS * ROW_BYTES);
+        const uint64_t b = wgmma_descriptor(at + Ring<TOKENS>::W_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < COLUMNS / 16; ++k) wgmma<T>(sums, a + 2 * k, b + 2 * k);  // 16 columns are 2 · 16 bytes
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (previous >= 0 && lane == 0) barrier_arrive(shared_address(&empty[previous]));
+        previous = stage;
+        if (++stage == Ring<TOKENS>::STAGES) stage = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(shared_address(&empty[previous]));
+    read_after_wgmma(sums);
+}
+#endif
+
+// Stores the products of a tile. `to` is the element of y for this lane's first row and first token.
+template <ProductKind KIND, int TOKENS, typename Y>
+__device__ __forceinline__ void store_tile(const float (&sums)[TOKENS / 2], Y* to, int rows, int first_token,
+                                           int tokens, bool stores_row, bool stores_below, int activation) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            if (first_token + 2 * i + j >= tokens) continue;
+            Y* const of_token = to + (size_t)j * rows;
+            if constexpr (KIND == ProductKind::Gated) {
+                if (stores_row) *of_token = from_float<Y>(activate(sums[i + j], activation) * sums[i + j + 2]);
+            } else {
+                if (stores_row) of_token[0] = sums[i + j];
+                if (stores_below) of_token[8] = sums[i + j + 2];
+            }
+        }
+        to += (size_t)8 * rows;
+    }
+}
+
+// Stores the largest logit of each token in all rows of this block.
+template <int TOKENS>
+__device__ __forceinline__ void store_largest(const float (&largest)[TOKENS / 4], const int (&largest_row)[TOKENS / 4],
+                                              int tokens, int warp, int lane, const KindArguments& arguments) {
+    __shared__ unsigned long long of_warps[MULTIPLYING_WARPS][TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS / 4; ++t) {
+        // The eight lanes with equal lane % 4 have logits of the same tokens.
+        unsigned long long key = candidate_key(largest[t], arguments.first_id + largest_row[t]);
+        for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+        if (lane < 4) of_warps[warp][t / 2 * 8 + lane * 2 + t % 2] = key;
+    }
+    __syncthreads();
+    for (int token = threadIdx.x; token < tokens; token += 32 * MULTIPLYING_WARPS) {
+        unsigned long long key = 0;
+        for (int other = 0; other < MULTIPLYING_WARPS; ++other) key = max(key, of_warps[other][token]);
+        store_candidate(arguments.best + (size_t)token * BEST_LOGITS_CANDIDATES, key, blockIdx.y, gridDim.y);
+    }
+}
+
 // TOKENS is the N of the wgmma instructions (see wgmma.cuh), at least the number of tokens.
-template <typename T, int TOKENS, Kind KIND, typename Y>
+template <typename T, int TOKENS, ProductKind KIND, typename Y>
 __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int rows, int columns, int tokens,
                             int tile_rows, const KindArguments& arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr bool GATED = KIND == Kind::GATED;
-    constexpr int W_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = W_BYTES + TOKENS * ROW_BYTES;
-    constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
+    constexpr bool GATED = KIND == ProductKind::Gated;
+    constexpr int W_BYTES = Ring<TOKENS>::W_BYTES, STAGE_BYTES = Ring<TOKENS>::STAGE_BYTES;
+    constexpr int STAGES = Ring<TOKENS>::STAGES;
     extern __shared__ uint8_t shared[];
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
@@ -115,39 +192,20 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        if constexpr (KIND == Kind::LOGITS) __syncthreads();  // the barrier of step 4
+        if constexpr (KIND == ProductKind::Logits) __syncthreads();  // the barrier of step 4
         return;
     }
 
-    if constexpr (KIND == Kind::PLAIN) y += (size_t)part * tokens * rows;
+    if constexpr (KIND == ProductKind::Plain) y += (size_t)part * tokens * rows;
     // In kernels for logits: the largest logit so far of each of this lane's tokens in this lane's rows, and its row.
     float largest[TOKENS / 4];
     int largest_row[TOKENS / 4];
 #pragma unroll
     for (int t = 0; t < TOKENS / 4; ++t) largest[t] = -INFINITY, largest_row[t] = 0;
     for (int tile = 0, stage = 0, parity = 0; tile < tiles; ++tile) {
-        // 2. Multiply. While the products of one step run, the products of the next step are queued.
-        // If this loop were unrolled, the compiler would insert a wait after each product.
+        // 2. Multiply.
         float sums[TOKENS / 2] = {};
-        int previous = -1;
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-            barrier_wait(shared_address(&full[stage]), parity);
-            const uint32_t at = ring + stage * STAGE_BYTES;
-            const uint64_t a = wgmma_descriptor(at + warp / 4 * WARPGROUP_ROWS * ROW_BYTES);
-            const uint64_t b = wgmma_descriptor(at + W_BYTES);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < COLUMNS / 16; ++k) wgmma<T>(sums, a + 2 * k, b + 2 * k);  // 16 columns are 2 · 16 bytes
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (previous >= 0 && lane == 0) barrier_arrive(shared_address(&empty[previous]));
-            previous = stage;
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
-        wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(shared_address(&empty[previous]));
-        read_after_wgmma(sums);
+        multiply_tile<T, TOKENS>(sums, ring, full, empty, steps, stage, parity, warp, lane);
 
         // 3. Store. A store instruction of a warp writes 8 adjacent rows of each of four tokens.
         // Of the 16 rows that a warp multiplies, a lane has row lane / 4 and the row 8 rows below.
@@ -156,7 +214,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         const int first_row = first_row_of(tile), row = warp * (GATED ? 8 : 16) + lane / 4, first_token = lane % 4 * 2;
         const auto is_stored = [&](int row) { return row < tile_rows && first_row + row < rows; };
         const bool stores_row = is_stored(row), stores_below = !GATED && is_stored(row + 8);
-        if constexpr (KIND == Kind::LOGITS) {
+        if constexpr (KIND == ProductKind::Logits) {
             const auto compare = [&](int t, float logit, int row) {
                 if (logit > largest[t]) largest[t] = logit, largest_row[t] = first_row + row;
             };
@@ -168,41 +226,13 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
             }
             if (*arguments.skips_logits != 0) continue;
         }
-        Y* to = y + (size_t)first_token * rows + first_row + row;
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; i += 4) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                if (first_token + 2 * i + j >= tokens) continue;
-                Y* const of_token = to + (size_t)j * rows;
-                if constexpr (GATED) {
-                    if (stores_row)
-                        *of_token = from_float<Y>(activate(sums[i + j], arguments.activation) * sums[i + j + 2]);
-                } else {
-                    if (stores_row) of_token[0] = sums[i + j];
-                    if (stores_below) of_token[8] = sums[i + j + 2];
-                }
-            }
-            to += (size_t)8 * rows;
-        }
+        store_tile<KIND, TOKENS>(sums, y + (size_t)first_token * rows + first_row + row, rows, first_token, tokens,
+                                 stores_row, stores_below, arguments.activation);
     }
 
     // 4. Find the largest logit of each token in all rows of this block.
-    if constexpr (KIND == Kind::LOGITS) {
-        __shared__ unsigned long long of_warps[MULTIPLYING_WARPS][TOKENS];
-#pragma unroll
-        for (int t = 0; t < TOKENS / 4; ++t) {
-            // The eight lanes with equal lane % 4 have logits of the same tokens.
-            unsigned long long key = candidate_key(largest[t], arguments.first_id + largest_row[t]);
-            for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
-            if (lane < 4) of_warps[warp][t / 2 * 8 + lane * 2 + t % 2] = key;
-        }
-        __syncthreads();
-        for (int token = threadIdx.x; token < tokens; token += 32 * MULTIPLYING_WARPS) {
-            unsigned long long key = 0;
-            for (int other = 0; other < MULTIPLYING_WARPS; ++other) key = max(key, of_warps[other][token]);
-            store_candidate(arguments.best + (size_t)token * BEST_LOGITS_CANDIDATES, key, blockIdx.y, gridDim.y);
-        }
+    if constexpr (KIND == ProductKind::Logits) {
+        store_largest<TOKENS>(largest, largest_row, tokens, warp, lane, arguments);
     }
 #endif
 }
@@ -211,14 +241,14 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         dense_wgmma_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,      \
                                         float* y, int rows, int columns, int tokens, int tile_rows) {                  \
-        dense_wgmma<T, TOKENS, Kind::PLAIN>(w, x, y, rows, columns, tokens, tile_rows, {});                            \
+        dense_wgmma<T, TOKENS, ProductKind::Plain>(w, x, y, rows, columns, tokens, tile_rows, {});                     \
     }
 #define DEFINE_GATED(T, SUFFIX, TOKENS)                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         dense_wgmma_gated_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w,                                     \
                                               const __grid_constant__ TensorMap x, T* y, int rows, int columns,        \
                                               int tokens, int tile_rows, int activation) {                             \
-        dense_wgmma<T, TOKENS, Kind::GATED>(w, x, y, rows, columns, tokens, tile_rows, {activation});                  \
+        dense_wgmma<T, TOKENS, ProductKind::Gated>(w, x, y, rows, columns, tokens, tile_rows, {activation});           \
     }
 #define DEFINE_LOGITS(T, SUFFIX, TOKENS)                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
@@ -226,8 +256,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                                                const __grid_constant__ TensorMap x, float* y, int rows, int columns,   \
                                                int tokens, int tile_rows, Candidate* best,                             \
                                                const uint32_t* skips_logits, int first_id) {                           \
-        dense_wgmma<T, TOKENS, Kind::LOGITS>(w, x, y, rows, columns, tokens, tile_rows,                                \
-                                             {0, best, skips_logits, first_id});                                       \
+        dense_wgmma<T, TOKENS, ProductKind::Logits>(w, x, y, rows, columns, tokens, tile_rows,                         \
+                                                    {0, best, skips_logits, first_id});                                \
     }
 #define DEFINE_SIZES(T, SUFFIX)                                                                                        \
     DEFINE(T, SUFFIX, 16)                                                                                              \
@@ -245,5 +275,9 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     DEFINE_LOGITS(T, SUFFIX, 64)                                                                                       \
     DEFINE_LOGITS(T, SUFFIX, 96)                                                                                       \
     DEFINE_LOGITS(T, SUFFIX, 128)
+static_assert(DENSE_WGMMA_TOKENS[0] == 16 && DENSE_WGMMA_TOKENS[1] == 32 && DENSE_WGMMA_TOKENS[2] == 64 &&
+                  DENSE_WGMMA_TOKENS[3] == 96 && DENSE_WGMMA_TOKENS[4] == 128 &&
+                  sizeof(DENSE_WGMMA_TOKENS) == 5 * sizeof(int),
+              "DEFINE_SIZES must define kernels for DENSE_WGMMA_TOKENS tokens");
 DEFINE_SIZES(__half, f16)
 DEFINE_SIZES(__nv_bfloat16, bf16)

@@ -3,10 +3,11 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::wgmma_division::Division;
 use crate::kernels::activation::Activation;
 use crate::kernels::constants::{
-    BEST_LOGITS_CANDIDATES, DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_ROWS,
-    DENSE_WGMMA_THREADS, MAX_PRODUCT_PARTS,
+    BEST_LOGITS_CANDIDATES, DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_THREADS,
+    DENSE_WGMMA_TOKENS, MAX_PRODUCT_PARTS,
 };
 use crate::kernels::launch::{
     Arguments, BoxOrder, Launch, LaunchShape, TensorMap, address, dtype_suffix, module, multiprocessors, runs_wgmma,
@@ -42,36 +43,16 @@ pub struct LogitsOutput<'t> {
     pub first_token: usize,
 }
 
-/// How a matrix is divided among thread blocks.
-struct Division {
-    /// The number of parts into which the columns are divided. Different blocks multiply the parts of a tile.
-    parts: usize,
-    /// The rows of w per tile, a multiple of 8. In a gated product, half of them are gate rows, and half are up rows.
-    tile_rows: usize,
-}
-
-impl Division {
-    /// Chooses the division that minimizes the largest number of weights that any block reads.
-    /// Each multiprocessor runs at most one block.
-    fn of_matrix(multiprocessors: usize, (rows, columns): (usize, usize), kind: ProductKind) -> Self {
+impl ProductKind<'_> {
+    /// Divides w `[rows, columns]` among the thread blocks of the device.
+    fn division(self, device: &CudaDevice, (rows, columns): (usize, usize)) -> Result<Division> {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
-        let (unit, max_parts) = match kind {
-            ProductKind::Plain => (8, MAX_PRODUCT_PARTS),
-            ProductKind::Gated(_) => (16, 1),
-            ProductKind::Logits { .. } => (8, 1),
+        let (row_unit, max_parts) = match self {
+            Self::Plain => (8, MAX_PRODUCT_PARTS),
+            Self::Gated(_) => (16, 1),
+            Self::Logits { .. } => (8, 1),
         };
-        let (tiles, steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
-        let divide = |parts: usize| {
-            let blocks = multiprocessors / parts;
-            let tiles_per_block = tiles.div_ceil(blocks);
-            let tile_rows = rows.div_ceil(blocks * tiles_per_block).next_multiple_of(unit);
-            (tiles_per_block * tile_rows * steps.div_ceil(parts), Self { parts, tile_rows })
-        };
-        // With several parts, each block has only one tile.
-        let max_parts = max_parts.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);
-        // Of equally good divisions, the one with the most parts has the largest tiles, so x is read least often.
-        let better = |best: (usize, Self), next: (usize, Self)| if next.0 <= best.0 { next } else { best };
-        (2..=max_parts).map(divide).fold(divide(1), better).1
+        Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), row_unit, max_parts))
     }
 }
 
@@ -94,7 +75,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
 
 /// Returns the number of parts that [`matmul_parts`] computes for w `[rows, columns]`, at least 1.
 pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
-    Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), ProductKind::Plain).parts)
+    Ok(ProductKind::Plain.division(device, (rows, columns))?.parts)
 }
 
 /// Computes x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the [`part_count`] parts.
@@ -170,8 +151,8 @@ pub fn matmul_gated(device: &CudaDevice, x: &Tensor, w: &Tensor, activation: Act
 fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: ProductKind) -> Result<()> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     let is_gated = matches!(kind, ProductKind::Gated(_));
-    let is_supported = if is_gated { is_gated_supported(device, x, w)? } else { is_supported(device, x, w)? };
-    if columns != w_columns || x.dtype() != w.dtype() || !is_supported {
+    let has_kernel = if is_gated { is_gated_supported(device, x, w)? } else { is_supported(device, x, w)? };
+    if columns != w_columns || x.dtype() != w.dtype() || !has_kernel {
         let (x_type, w_type) = (x.dtype(), w.dtype());
         bail!(
             "cannot multiply with wgmma: unsupported inputs: x {x_type:?} {:?}, w {w_type:?} {:?}",
@@ -179,14 +160,14 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: Produc
             w.dims()
         );
     }
-    // There are kernels for 16, 32, 64, 96 and 128 tokens.
-    let box_tokens = if tokens <= 16 { 16 } else { tokens.next_multiple_of(32) };
-    let Division { parts, tile_rows } = Division::of_matrix(multiprocessors(device)?, (rows, columns), kind);
+    let box_tokens = DENSE_WGMMA_TOKENS.into_iter().find(|&most| tokens <= most).unwrap_or(DENSE_WGMMA_MAX_TOKENS);
+    let Division { parts, tile_rows } = kind.division(device, (rows, columns))?;
     let (row_bytes, box_bytes) = (columns * 2, DENSE_WGMMA_COLUMNS * 2);
     let x_map = TensorMap::new(x, [1, tokens, row_bytes], [box_tokens, box_bytes], BoxOrder::Swizzled)?;
-    let w_map = match is_gated {
-        true => TensorMap::of_gate_up(w, [rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
-        false => TensorMap::new(w, [1, rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
+    let w_map = if is_gated {
+        TensorMap::of_gate_up(w, [rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?
+    } else {
+        TensorMap::new(w, [1, rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?
     };
     let (y_rows, y_tile_rows) = if is_gated { (rows / 2, tile_rows / 2) } else { (rows, tile_rows) };
     let blocks = rows.div_ceil(tile_rows).min(multiprocessors(device)?);
@@ -207,38 +188,4 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: Produc
     let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments).overlapping();
     // SAFETY: the shapes are checked above and by the callers. The tensor maps limit the reads of w and x.
     unsafe { launch.enqueue(device) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GATED: ProductKind = ProductKind::Gated(Activation::Silu);
-
-    #[test]
-    fn divisions_cover_the_matrix_and_balance_the_work() {
-        for (rows, columns) in [(28_672, 4096), (6144, 4096), (2880, 4096), (5120, 2880), (201_088, 2880), (1, 8)] {
-            for (kind, max_parts) in [(GATED, 1), (ProductKind::Plain, MAX_PRODUCT_PARTS)] {
-                let Division { parts, tile_rows } = Division::of_matrix(132, (rows, columns), kind);
-                let tiles = rows.div_ceil(tile_rows);
-                assert!(
-                    parts <= max_parts && tile_rows.is_multiple_of(8),
-                    "{rows} x {columns}: {parts} parts, {tile_rows} rows per tile"
-                );
-                assert!(tile_rows <= DENSE_WGMMA_ROWS, "{rows} x {columns}: {tile_rows} rows per tile");
-                assert!(parts == 1 || parts * tiles <= 132, "{rows} x {columns}: {parts} x {tiles} blocks");
-            }
-        }
-        let division = |matrix, kind| {
-            let Division { parts, tile_rows } = Division::of_matrix(132, matrix, kind);
-            (parts, tile_rows)
-        };
-        // The matrices of Llama-3.1-8B: q, k and v in one matrix; o; gate and up in one matrix.
-        // Then the matrices of gpt-oss-20b: q, k and v in one matrix; o.
-        assert_eq!(division((6144, 4096), ProductKind::Plain), (2, 96));
-        assert_eq!(division((4096, 4096), ProductKind::Plain), (4, 128));
-        assert_eq!(division((28_672, 4096), GATED), (1, 112));
-        assert_eq!(division((5120, 2880), ProductKind::Plain), (3, 120));
-        assert_eq!(division((2880, 4096), ProductKind::Plain), (4, 88));
-    }
 }

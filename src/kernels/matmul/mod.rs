@@ -27,6 +27,8 @@ pub mod f32_few_rows;
 #[cfg(any(feature = "cuda", test))]
 mod matmul_kernel;
 pub mod size_class;
+#[cfg(any(feature = "cuda", test))]
+mod wgmma_division;
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::CudaDevice;

@@ -1,0 +1,79 @@
+//! [`Division`]: how `dense_wgmma` divides a matrix among thread blocks.
+
+use crate::kernels::constants::{DENSE_WGMMA_COLUMNS, DENSE_WGMMA_ROWS};
+
+/// How a matrix is divided among thread blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Division {
+    /// The number of parts into which the columns are divided. Different blocks multiply the parts of a tile.
+    pub parts: usize,
+    /// The rows of w per tile, a multiple of 8. In a gated product, half of them are gate rows, and half are up rows.
+    pub tile_rows: usize,
+}
+
+impl Division {
+    /// Chooses the division that minimizes the largest number of weights that any block reads.
+    /// Each multiprocessor runs at most one block.
+    ///
+    /// The number of rows per tile is a multiple of `row_unit`, and there are at most `max_parts` parts.
+    pub fn of_matrix(
+        multiprocessors: usize,
+        (rows, columns): (usize, usize),
+        row_unit: usize,
+        max_parts: usize,
+    ) -> Self {
+        let (tiles, steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
+        let divide = |parts: usize| {
+            let blocks = multiprocessors / parts;
+            let tiles_per_block = tiles.div_ceil(blocks);
+            let tile_rows = rows.div_ceil(blocks * tiles_per_block).next_multiple_of(row_unit);
+            (tiles_per_block * tile_rows * steps.div_ceil(parts), Self { parts, tile_rows })
+        };
+        // With several parts, each block has only one tile.
+        let max_parts = max_parts.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);
+        // Of equally good divisions, the one with the most parts has the largest tiles, so x is read least often.
+        let better = |best: (usize, Self), next: (usize, Self)| if next.0 <= best.0 { next } else { best };
+        (2..=max_parts).map(divide).fold(divide(1), better).1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::constants::MAX_PRODUCT_PARTS;
+
+    /// The multiples of rows per tile and the maximum numbers of parts, of plain products and of gated products.
+    const PLAIN: (usize, usize) = (8, MAX_PRODUCT_PARTS);
+    const GATED: (usize, usize) = (16, 1);
+
+    #[test]
+    fn divisions_cover_the_matrix_and_balance_the_work() {
+        for multiprocessors in [132, 114, 8] {
+            for (rows, columns) in [(28_672, 4096), (6144, 4096), (2880, 4096), (5120, 2880), (201_088, 2880), (1, 8)] {
+                for (row_unit, max_parts) in [PLAIN, GATED] {
+                    let matrix = (rows, columns);
+                    let division = Division::of_matrix(multiprocessors, matrix, row_unit, max_parts);
+                    let Division { parts, tile_rows } = division;
+                    let blocks = parts * rows.div_ceil(tile_rows);
+                    let is_valid = parts <= max_parts
+                        && tile_rows.is_multiple_of(row_unit)
+                        && tile_rows <= DENSE_WGMMA_ROWS
+                        && (parts == 1 || blocks <= multiprocessors);
+                    assert!(is_valid, "{matrix:?}, {multiprocessors} multiprocessors: {division:?}");
+                }
+            }
+        }
+        // The matrices of Llama-3.1-8B: q, k and v in one matrix; o; gate and up in one matrix.
+        // Then the matrices of gpt-oss-20b: q, k and v in one matrix; o.
+        for (matrix, (row_unit, max_parts), parts, tile_rows) in [
+            ((6144, 4096), PLAIN, 2, 96),
+            ((4096, 4096), PLAIN, 4, 128),
+            ((28_672, 4096), GATED, 1, 112),
+            ((5120, 2880), PLAIN, 3, 120),
+            ((2880, 4096), PLAIN, 4, 88),
+        ] {
+            let division = Division::of_matrix(132, matrix, row_unit, max_parts);
+            assert_eq!(division, Division { parts, tile_rows }, "{matrix:?}");
+        }
+    }
+}
