@@ -18,6 +18,17 @@ use super::size_class::size_class;
 use crate::kernels::launch::address;
 use crate::kernels::scratch;
 
+/// The maximum size of a workspace in bytes. NVIDIA recommends this size for Hopper (see `cublasSetWorkspace`).
+const MAX_WORKSPACE_BYTES: usize = 32 << 20;
+
+/// Products of floats with at most this number of tokens get no workspace.
+/// With a workspace, cuBLASLt often divides the columns (split-K) and adds up the parts with a second kernel.
+/// On an H200 (2026-11-28), this was slower for almost all dense matrices of gpt-oss-20b and Llama-3.1-8B.
+const UNDIVIDED_TOKENS: usize = 128;
+
+/// The alignment in bytes that cuBLASLt assumes by default.
+const MAX_ALIGNMENT: u32 = 256;
+
 /// The element type of both input matrices of an 8-bit product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EightBitType {
@@ -114,20 +125,9 @@ struct AlgorithmKey {
 /// An algorithm of cuBLASLt, and the size in bytes of the workspace that it needs.
 #[derive(Clone, Copy)]
 struct Algorithm {
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    description: sys::cublasLtMatmulAlgo_t,
     workspace_bytes: usize,
 }
-
-/// The maximum size of a workspace in bytes. NVIDIA recommends this size for Hopper (see `cublasSetWorkspace`).
-const MAX_WORKSPACE_BYTES: usize = 32 << 20;
-
-/// Products of floats with at most this number of tokens get no workspace.
-/// With a workspace, cuBLASLt often divides the columns (split-K) and adds up the parts with a second kernel.
-/// On an H200 (2026-11-28), this was slower for almost all dense matrices of gpt-oss-20b and Llama-3.1-8B.
-const UNDIVIDED_TOKENS: usize = 128;
-
-/// The alignment in bytes that cuBLASLt assumes by default.
-const MAX_ALIGNMENT: u32 = 256;
 
 /// Returns x·wᵀ `[tokens, rows]` in a tensor of dtype F32.
 /// For [`EightBitType::Int8`], the F32 elements hold the bits of i32 sums.
@@ -221,7 +221,7 @@ unsafe fn multiply(
     let alignment = MAX_ALIGNMENT.min(1 << (w | x | out).trailing_zeros().min(8));
     let class = ProductSizes { tokens: size_class(sizes.tokens), ..sizes };
     let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };
-    let Algorithm { algorithm, workspace_bytes } = algorithm(handle, &types, key)?;
+    let Algorithm { description, workspace_bytes } = find_algorithm(handle, &types, key)?;
     // Many algorithms need no workspace. Allocate nothing then, because even an empty allocation calls the driver.
     let workspace = match workspace_bytes {
         0 => None,
@@ -247,7 +247,7 @@ unsafe fn multiply(
             descriptors.out,
             out as *mut _,
             descriptors.out,
-            &algorithm,
+            &description,
             workspace_address as *mut _,
             workspace_bytes,
             stream.cu_stream().cast(),
@@ -257,7 +257,7 @@ unsafe fn multiply(
 }
 
 /// Returns the algorithm that cuBLASLt proposes. Remembers it for later products with the same key.
-fn algorithm(handle: sys::cublasLtHandle_t, types: &ProductTypes, key: AlgorithmKey) -> Result<Algorithm> {
+fn find_algorithm(handle: sys::cublasLtHandle_t, types: &ProductTypes, key: AlgorithmKey) -> Result<Algorithm> {
     static ALGORITHMS: LazyLock<Mutex<HashMap<AlgorithmKey, Algorithm>>> = LazyLock::new(Mutex::default);
     let mut algorithms = ALGORITHMS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(&known) = algorithms.get(&key) {
@@ -290,7 +290,7 @@ fn algorithm(handle: sys::cublasLtHandle_t, types: &ProductTypes, key: Algorithm
     // SAFETY: the handle and all descriptors are valid.
     let proposed =
         checked(unsafe { result::get_matmul_algo_heuristic(handle, product, w, x, out, out, preference.0) })?;
-    let algorithm = Algorithm { algorithm: proposed.algo, workspace_bytes: proposed.workspaceSize };
+    let algorithm = Algorithm { description: proposed.algo, workspace_bytes: proposed.workspaceSize };
     algorithms.insert(key, algorithm);
     Ok(algorithm)
 }
