@@ -72,11 +72,12 @@ pub const BLOCK_TOKENS: usize = 64;
 /// The largest head size that eager attention supports. Each lane of a warp keeps 1/32 of a head in registers.
 pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
-// Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
+// Attention on tensor cores (`attention/tile_kernel.rs`, `attention/flash_attention.cu`).
 //
-// For each head size and dtype, four flash attention kernels have 16 query rows per tile, one has 64, and one has 128.
+// For each head size and dtype, there are six flash attention kernels. The number of query rows per tile is part of a
+// kernel's name. Each kernel has three arrays: keys per tile, warps per block, and bytes of shared memory per block.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
-// The tile sizes and warp counts of flash attention were tuned on an H200.
+// The numbers of keys and warps were tuned on an H200. `flash_attention.cu` checks the bytes when it is compiled.
 
 /// The head sizes that the flash attention kernels support.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
@@ -86,40 +87,30 @@ pub const FLASH_FEW_ROWS: usize = 16;
 pub const FLASH_MEDIUM_ROWS: usize = 64;
 /// Query rows per tile in the flash attention kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
-/// Keys per tile in the flash attention kernels with 16 query rows, except `16_rows_batch_half`, by head size.
+// The kernel `16_rows`, for small batches.
 pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
-/// Keys per tile in the flash attention kernel with 64 query rows, by head size.
-pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
-/// Keys per tile in the flash attention kernel with 128 query rows, by head size.
-pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
-/// Warps per block in the 16-row flash attention kernel for small batches, by head size.
-/// Each warp is a *team* of its own: it computes all 16 query rows for its own key tiles.
-/// In the 64-row and 128-row kernels, all warps of a block are one team.
-pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-// Three 16-row kernels are for large batches: `16_rows_batch`, `16_rows_batch_half` and `16_rows_batch_quarter`.
+pub const FLASH_FEW_WARPS: [usize; 6] = [8, 8, 8, 8, 8, 4];
+pub const FLASH_FEW_SHARED_BYTES: [usize; 6] = [49152, 147456, 90112, 106496, 139264, 143616];
+// The kernels `16_rows_batch`, `16_rows_batch_half` and `16_rows_batch_quarter`, for large batches.
 // The last two use about a half and about a quarter of the shared memory of `16_rows_batch`.
 // A batch is large if its 16-row tiles, times the number of KV heads, outnumber the multiprocessors of the GPU.
-/// Warps per block in the flash attention kernel `16_rows_batch`. The kernel `16_rows_batch_quarter` has one warp.
-pub const FLASH_BATCH_TEAMS: usize = 4;
-/// Warps per block in the flash attention kernel `16_rows_batch_half`, by head size.
-pub const FLASH_BATCH_HALF_TEAMS: [usize; 6] = [4, 4, 2, 2, 2, 2];
-/// Keys per tile in the flash attention kernel `16_rows_batch_half`.
-pub const FLASH_BATCH_HALF_KEYS: usize = 16;
-/// Warps per block in the 64-row flash attention kernel.
-pub const FLASH_MEDIUM_WARPS: usize = 4;
-/// Warps per block in the 128-row flash attention kernel, by head size.
+pub const FLASH_BATCH_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
+pub const FLASH_BATCH_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 4];
+pub const FLASH_BATCH_SHARED_BYTES: [usize; 6] = [36864, 110592, 67584, 79872, 104448, 211200];
+pub const FLASH_BATCH_HALF_KEYS: [usize; 6] = [16, 16, 16, 16, 16, 16];
+pub const FLASH_BATCH_HALF_WARPS: [usize; 6] = [4, 4, 2, 2, 2, 2];
+pub const FLASH_BATCH_HALF_SHARED_BYTES: [usize; 6] = [18432, 55296, 33792, 39936, 52224, 109824];
+pub const FLASH_BATCH_QUARTER_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
+pub const FLASH_BATCH_QUARTER_WARPS: [usize; 6] = [1, 1, 1, 1, 1, 1];
+pub const FLASH_BATCH_QUARTER_SHARED_BYTES: [usize; 6] = [9216, 27648, 16896, 19968, 26112, 59136];
+// The kernel `64_rows`.
+pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
+pub const FLASH_MEDIUM_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 4];
+pub const FLASH_MEDIUM_SHARED_BYTES: [usize; 6] = [12288, 36864, 45056, 53248, 69632, 67584];
+// The kernel `128_rows`.
+pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 pub const FLASH_MANY_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 8];
-/// Pipeline stages per team in the flash attention kernels, except the 16-row kernels for large batches.
-/// Each stage has buffers for one key tile and one value tile.
-pub const FLASH_STAGES: usize = 2;
-/// Pipeline stages per team in the 16-row flash attention kernels for large batches.
-pub const FLASH_BATCH_STAGES: usize = 3;
-/// Padding elements per query, key or value row in the shared memory of flash attention.
-/// With the padding, a row has an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
-pub const FLASH_ROW_PADDING: usize = 8;
-/// A flash attention warp has 16 · M query rows. If M times the head size is at most this value, the warp keeps its
-/// queries in registers. Otherwise, the queries are in shared memory.
-pub const FLASH_REGISTER_ELEMENTS: usize = 160;
+pub const FLASH_MANY_SHARED_BYTES: [usize; 6] = [12288, 27648, 33792, 66560, 87040, 135168];
 
 // Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cuh`).
 

@@ -39,46 +39,44 @@ constexpr float SLACK = 8.0f;
 // The number of partial results that a thread loads at the same time.
 constexpr int COMBINE_BATCH = 16;
 
+// Pipeline stages per team in the 16-row kernels for large batches, and in the other kernels.
+// Each stage has buffers for one key tile and one value tile.
+constexpr int BATCH_STAGES = 3, OTHER_STAGES = 2;
+// Padding elements per query, key or value row in shared memory.
+// With the padding, a row has an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
+constexpr int ROW_PADDING = 8;
+// A warp has 16 · M query rows. If M times the head size is at most this value, the warp keeps its queries in
+// registers. Otherwise, the queries are in shared memory.
+constexpr int REGISTER_ELEMENTS = 160;
+
 constexpr int head_dim_index(int head_dim) {
     int index = 0;
     while (FLASH_HEAD_DIMS[index] != head_dim) ++index;
     return index;
 }
 
-// Whether a 16-row kernel is for small or for large batches. There are three kernels for large batches.
-// LargeHalf uses about half of the shared memory of Large, and LargeQuarter about a quarter.
-enum class Batch { Small, Large, LargeHalf, LargeQuarter };
-
 // How the warps of a thread block divide the rows and the keys of a row tile.
-//   TEAMS = 1 (64-row and 128-row kernels, and LargeQuarter): all warps process the same key tiles.
+//   64-row and 128-row kernels: all warps are one team, and process the same key tiles.
 //     Each warp computes its own ROWS / WARPS rows.
-//   TEAMS > 1 (the other 16-row kernels): a team is one warp. All teams compute the same 16 rows, each for its own key
-//     tiles. At the end, the block merges the weighted sums of all teams.
-template <int HEAD_DIM, int TILE_ROWS, Batch BATCH = Batch::Small> struct TileShape {
-    static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
-    static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS, LARGE = BATCH != Batch::Small;
-    static constexpr int WARPS = FEW ? 1 : MANY ? FLASH_MANY_WARPS[INDEX] : FLASH_MEDIUM_WARPS;
-    static constexpr int FEW_TEAMS = BATCH == Batch::Small       ? FLASH_FEW_TEAMS[INDEX]
-                                     : BATCH == Batch::Large     ? FLASH_BATCH_TEAMS
-                                     : BATCH == Batch::LargeHalf ? FLASH_BATCH_HALF_TEAMS[INDEX]
-                                                                 : 1;
-    static constexpr int FEW_KEYS = BATCH == Batch::LargeHalf ? FLASH_BATCH_HALF_KEYS : FLASH_FEW_KEYS[INDEX];
-    static constexpr int TEAMS = FEW ? FEW_TEAMS : 1;
-    static constexpr int KEYS = FEW ? FEW_KEYS : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
-    static constexpr int STAGES = LARGE ? FLASH_BATCH_STAGES : FLASH_STAGES;
+//   16-row kernels: each warp is a team of its own. All teams compute the same 16 rows, each for its own key tiles.
+//     If there are several teams, the block merges their weighted sums at the end.
+template <int HEAD_DIM, int TILE_ROWS, int TILE_KEYS, int BLOCK_WARPS, int PIPELINE_STAGES> struct FlashTile {
+    static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, KEYS = TILE_KEYS, STAGES = PIPELINE_STAGES;
+    static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
+    static constexpr int TEAMS = FEW ? BLOCK_WARPS : 1, WARPS = BLOCK_WARPS / TEAMS;  // WARPS: warps per team
     static constexpr int M = ROWS / 16 / WARPS;
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
     // Large heads need more registers: with head_dim = 256, the weighted sums of 16 rows take 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
-    static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
-    static constexpr bool QUERIES_IN_REGISTERS = M * D <= FLASH_REGISTER_ELEMENTS;
+    static constexpr int STRIDE = D + ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
+    static constexpr bool QUERIES_IN_REGISTERS = M * D <= REGISTER_ELEMENTS;
     static constexpr int QUERY_BYTES = QUERIES_IN_REGISTERS ? 0 : 2 * ROWS * STRIDE;
     static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * KEY_ELEMENTS * 2;
+    static constexpr int SHARED_BYTES = QUERY_BYTES + PIPELINE_BYTES;
     static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 values of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
     static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge buffers do not fit in the shared memory of the pipeline");
-    static_assert(WARPS == 1 || TEAMS == 1, "if there are several teams, each must have only one warp");
     static_assert(ROWS <= THREADS && STAGES >= 2);
 };
 
@@ -621,34 +619,39 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     if (is_last_block(arrivals + slot, splits)) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
 }
 
-#define DEFINE_KERNEL(NAME, D, T, SUFFIX, ...)                                                                         \
-    extern "C" __global__ void __launch_bounds__(TileShape<D, __VA_ARGS__>::THREADS,                                   \
-                                                 TileShape<D, __VA_ARGS__>::MIN_BLOCKS)                                \
+// GROUP selects the constants of the kernel (see constants.rs).
+#define DEFINE_KERNEL(NAME, GROUP, ROWS, STAGES, D, T, SUFFIX)                                                         \
+    using Tile_##NAME##_##D =                                                                                          \
+        FlashTile<D, ROWS, FLASH_##GROUP##_KEYS[head_dim_index(D)], FLASH_##GROUP##_WARPS[head_dim_index(D)], STAGES>; \
+    static_assert(Tile_##NAME##_##D::SHARED_BYTES == FLASH_##GROUP##_SHARED_BYTES[head_dim_index(D)],                  \
+                  "constants.rs must list the shared memory of this kernel");                                          \
+    extern "C" __global__ void __launch_bounds__(Tile_##NAME##_##D::THREADS, Tile_##NAME##_##D::MIN_BLOCKS)            \
         flash_attention_##NAME##_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,        \
                                                 const uint32_t* positions, const uint32_t* tables,                     \
                                                 const uint4* row_tiles, float* partials, uint32_t* arrivals,           \
                                                 int table_blocks, int tokens, int heads, int kv_heads, int window,     \
                                                 float scale, float softcap, int min_tiles) {                           \
-        attention<T, TileShape<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals, \
-                                                table_blocks, tokens, heads, kv_heads, window, scale, softcap,         \
-                                                min_tiles);                                                            \
+        attention<T, Tile_##NAME##_##D>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,         \
+                                        table_blocks, tokens, heads, kv_heads, window, scale, softcap, min_tiles);     \
     }
-// `TileKernel` in flash_attention.rs selects the kernel.
+// `TileKernel` in tile_kernel.rs selects the kernel.
 // The 16-row kernels are for sequences with few rows, as in decoding.
 // The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU. They also replace 128_rows and 16_rows
 // on GPUs with too little shared memory for these kernels.
 // Most kernels for large batches use less shared memory per thread block than 16_rows, so that more blocks fit on a
 // multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
-    DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
-    DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, Batch::Large)                                                       \
-    DEFINE_KERNEL(16_rows_batch_half, D, T, SUFFIX, 16, Batch::LargeHalf)                                              \
-    DEFINE_KERNEL(16_rows_batch_quarter, D, T, SUFFIX, 16, Batch::LargeQuarter)                                        \
-    DEFINE_KERNEL(64_rows, D, T, SUFFIX, 64)                                                                           \
-    DEFINE_KERNEL(128_rows, D, T, SUFFIX, 128)
+    DEFINE_KERNEL(16_rows, FEW, FLASH_FEW_ROWS, OTHER_STAGES, D, T, SUFFIX)                                            \
+    DEFINE_KERNEL(16_rows_batch, BATCH, FLASH_FEW_ROWS, BATCH_STAGES, D, T, SUFFIX)                                    \
+    DEFINE_KERNEL(16_rows_batch_half, BATCH_HALF, FLASH_FEW_ROWS, BATCH_STAGES, D, T, SUFFIX)                          \
+    DEFINE_KERNEL(16_rows_batch_quarter, BATCH_QUARTER, FLASH_FEW_ROWS, BATCH_STAGES, D, T, SUFFIX)                    \
+    DEFINE_KERNEL(64_rows, MEDIUM, FLASH_MEDIUM_ROWS, OTHER_STAGES, D, T, SUFFIX)                                      \
+    DEFINE_KERNEL(128_rows, MANY, FLASH_MANY_ROWS, OTHER_STAGES, D, T, SUFFIX)
 #define DEFINE_HEAD_DIM(D)                                                                                             \
     DEFINE_DTYPE(D, __half, f16)                                                                                       \
     DEFINE_DTYPE(D, __nv_bfloat16, bf16)
+// head_dim_index does not compile for other head sizes.
+static_assert(sizeof(FLASH_HEAD_DIMS) == 6 * sizeof(int), "each of FLASH_HEAD_DIMS must have its DEFINE_HEAD_DIM");
 DEFINE_HEAD_DIM(16)
 DEFINE_HEAD_DIM(64)
 DEFINE_HEAD_DIM(80)

@@ -15,6 +15,8 @@ mod mask;
 mod paged;
 pub mod rope;
 mod shape;
+#[cfg(any(feature = "cuda", test))]
+mod tile_kernel;
 
 use candle_core::{Device, Result, Tensor};
 

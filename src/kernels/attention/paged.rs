@@ -9,6 +9,10 @@ use crate::kernels::constants::FLASH_FEW_ROWS;
 
 pub use crate::kernels::constants::BLOCK_TOKENS;
 
+/// The largest number of rows per KV head with which a sequence has few rows: two 16-row tiles.
+/// A row is one query head of one token.
+pub(super) const MAX_FEW_ROWS: usize = 2 * FLASH_FEW_ROWS;
+
 /// The cached keys and values of one layer, for all sequences.
 #[derive(Clone, Copy)]
 pub struct CachedLayer<'t> {
@@ -29,11 +33,11 @@ pub struct QuerySpan {
 }
 
 impl QuerySpan {
-    /// Returns whether the span has few rows: at most two 16-row tiles per KV head.
-    /// A row is one query head of one token. `group` is the number of query heads per KV head.
+    /// Returns whether the span has at most [`MAX_FEW_ROWS`] rows per KV head.
+    /// `group` is the number of query heads per KV head.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {
-        self.tokens * group <= 2 * FLASH_FEW_ROWS
+        self.tokens * group <= MAX_FEW_ROWS
     }
 }
 
@@ -44,7 +48,7 @@ pub struct Queries {
     positions: Tensor,
     /// u32 `[tokens]`: the index of each token's sequence.
     sequences: Tensor,
-    /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
+    /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `is_few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
     /// Counters of finished splits, u32, shared by all layers. All are zero between launches, because the last split of
     /// a row tile to finish resets the counter of the row tile (`flash_attention.cu`).
@@ -120,7 +124,7 @@ impl Queries {
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
     }
 
-    /// Returns the row tiles of the sequences for which [`QuerySpan::is_few`] equals `few`.
+    /// Returns the row tiles of the sequences for which [`QuerySpan::is_few`] equals `is_few`.
     ///
     /// The result is u32 `[tiles, 4]`, with four values for each tile:
     /// - the index of the sequence, and the index of the tile in the sequence
@@ -130,12 +134,12 @@ impl Queries {
     /// `group` is the number of query heads per KV head.
     /// Tiles with the most keys come first, because they usually take longest. The order ignores the sliding window.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn row_tiles(&self, group: usize, rows_per_tile: usize, few: bool) -> Result<Tensor> {
-        if let Some(tiles) = self.tiles.borrow().get(&(group, rows_per_tile, few)) {
+    pub(super) fn row_tiles(&self, group: usize, rows_per_tile: usize, is_few: bool) -> Result<Tensor> {
+        if let Some(tiles) = self.tiles.borrow().get(&(group, rows_per_tile, is_few)) {
             return Ok(tiles.clone());
         }
         let mut tiles = Vec::new();
-        for (sequence, span) in self.spans.iter().enumerate().filter(|(_, span)| span.is_few(group) == few) {
+        for (sequence, span) in self.spans.iter().enumerate().filter(|(_, span)| span.is_few(group) == is_few) {
             for tile in 0..(span.tokens * group).div_ceil(rows_per_tile) {
                 let last_token = span.tokens.min(((tile + 1) * rows_per_tile).div_ceil(group));
                 let tile = [sequence as u32, tile as u32, span.first as u32, span.tokens as u32];
@@ -146,7 +150,7 @@ impl Queries {
         let count = tiles.len();
         let values: Vec<u32> = tiles.into_iter().flat_map(|(_, tile)| tile).collect();
         let tiles = Tensor::from_vec(values, (count, 4), self.positions.device())?;
-        self.tiles.borrow_mut().insert((group, rows_per_tile, few), tiles.clone());
+        self.tiles.borrow_mut().insert((group, rows_per_tile, is_few), tiles.clone());
         Ok(tiles)
     }
 

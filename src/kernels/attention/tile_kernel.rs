@@ -1,0 +1,343 @@
+//! [`TileKernel`]: the choice of a flash attention kernel, and the number of splits of its row tiles.
+//!
+//! The module `flash_attention` explains rows, row tiles and splits. `flash_attention.cu` contains the kernels.
+
+use super::mask::AttentionMask;
+use super::paged::MAX_FEW_ROWS;
+use crate::kernels::constants::{
+    FLASH_BATCH_HALF_KEYS, FLASH_BATCH_HALF_SHARED_BYTES, FLASH_BATCH_HALF_WARPS, FLASH_BATCH_KEYS,
+    FLASH_BATCH_QUARTER_KEYS, FLASH_BATCH_QUARTER_SHARED_BYTES, FLASH_BATCH_QUARTER_WARPS, FLASH_BATCH_SHARED_BYTES,
+    FLASH_BATCH_WARPS, FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_SHARED_BYTES, FLASH_FEW_WARPS, FLASH_HEAD_DIMS,
+    FLASH_MANY_KEYS, FLASH_MANY_ROWS, FLASH_MANY_SHARED_BYTES, FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS,
+    FLASH_MEDIUM_SHARED_BYTES, FLASH_MEDIUM_WARPS,
+};
+
+/// The maximum number of splits per row tile.
+/// The last split to finish combines the partial results of all splits, which takes longer with more splits.
+const MAX_SPLITS: usize = 64;
+
+/// The maximum number of splits per row tile with [`SumOrder::Fixed`](crate::kernels::SumOrder::Fixed), unless the
+/// layer has a small sliding window (see [`MAX_UNSPLIT_WINDOW`]). With `Fastest`, the maximum depends on the number of
+/// row tiles, so other sequences in the pass can change the summation order of a row.
+const FIXED_SPLITS: usize = 4;
+
+/// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.
+/// With so few keys, combining the partial results would take longer than the splits save.
+const MAX_UNSPLIT_WINDOW: usize = 256;
+
+/// The number of 128-row thread blocks per multiprocessor that fill the GPU.
+const MANY_BLOCKS: usize = 2;
+
+/// In a large batch without a small sliding window, the tile with the most warps is used only if all thread blocks of a
+/// multiprocessor together use at least this percentage of the shared memory that the best tile uses.
+const MIN_SHARED_PERCENT: usize = 75;
+
+/// In a large batch without a small sliding window, smaller key tiles are used if the thread blocks take at least this
+/// percentage of the room on the GPU. With 64 and 128 sequences of 600 keys, the smaller tiles took 23 µs instead of 25
+/// and 43 instead of 45 (H200, 2026-11-29, `docs/benchmark-history.md`).
+const FULL_GPU_PERCENT: usize = 90;
+
+/// The minimum number of keys per split in a small batch. One sequence decoded 726, 711 and 704 tokens/s after 1,024
+/// tokens with at least 128, 512 and 1,024 keys per split (H200, 2026-11-29, `docs/benchmark-history.md`).
+const FEW_SPLIT_KEYS: usize = 128;
+
+/// The minimum number of keys per split in a large batch.
+const BATCH_SPLIT_KEYS: usize = 1024;
+
+/// The minimum number of key tiles per split with 64-row and 128-row tiles.
+const PREFILL_SPLIT_TILES: usize = 4;
+
+/// The properties of a GPU that determine which kernel is fastest.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GpuLimits {
+    pub multiprocessors: usize,
+    /// The maximum shared memory per thread block, in bytes.
+    pub max_shared_bytes: usize,
+}
+
+/// The numbers of rows of a launch, all per KV head.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct RowCounts {
+    /// The number of rows of the sequence with the most rows.
+    pub longest: usize,
+    /// The number of row tiles if each tile has 16 rows.
+    pub few_tiles: usize,
+    /// The number of rows of all sequences.
+    pub total: usize,
+}
+
+impl RowCounts {
+    /// Counts the rows of sequences. `rows` yields the number of rows of each sequence.
+    pub fn of_sequences(rows: impl Iterator<Item = usize>) -> Self {
+        rows.fold(Self::default(), |counts, rows| Self {
+            longest: counts.longest.max(rows),
+            few_tiles: counts.few_tiles + rows.div_ceil(FLASH_FEW_ROWS),
+            total: counts.total + rows,
+        })
+    }
+}
+
+/// A flash attention kernel, with the sizes of its tiles and thread blocks.
+#[derive(Clone, Copy)]
+pub(super) struct TileKernel {
+    kind: TileKind,
+    /// The part of the kernel's name that identifies the tile.
+    pub name: &'static str,
+    /// Rows per row tile.
+    pub rows: usize,
+    /// Keys per key tile.
+    keys: usize,
+    pub threads: usize,
+    pub shared_bytes: usize,
+}
+
+/// The queries for which a [`TileKernel`] is meant.
+#[derive(Clone, Copy, PartialEq)]
+enum TileKind {
+    /// Few rows per sequence, as in decoding, in a small batch. Its 16-row tiles do not outnumber the multiprocessors.
+    Few,
+    /// Few rows per sequence, in a large batch.
+    Batch,
+    /// Many rows per sequence, as in prompts, but not enough to fill the GPU with 128-row tiles.
+    /// Also replaces `Few` and `Many` if their kernels need more shared memory than the GPU has.
+    Medium,
+    /// Many rows per sequence, and enough to fill the GPU with 128-row tiles.
+    Many,
+}
+
+impl TileKernel {
+    /// Chooses the kernel for queries with these numbers of rows.
+    /// Returns `None` if no kernel supports the head size, or if the GPU has too little shared memory.
+    ///
+    /// A thread block computes one row tile of one KV head, so there are at least `kv_heads` blocks per row tile.
+    ///
+    /// | rows of the longest sequence | 16-row thread blocks | chosen kernel |
+    /// | --- | --- | --- |
+    /// | more than [`MAX_FEW_ROWS`] | any number | `Many` if 128-row blocks fill the GPU, else `Medium` |
+    /// | up to [`MAX_FEW_ROWS`] | at most one per multiprocessor | `Few` |
+    /// | up to [`MAX_FEW_ROWS`] | more, small sliding window | `Batch` with the most warps, if all blocks fit at once |
+    /// | up to [`MAX_FEW_ROWS`] | more, otherwise | `Batch` with the most warps that uses the shared memory well |
+    ///
+    /// `Medium` replaces `Many` and `Few` if their blocks need more shared memory than the GPU has.
+    pub fn choose(
+        gpu: GpuLimits,
+        head_dim: usize,
+        kv_heads: usize,
+        mask: AttentionMask,
+        rows: RowCounts,
+    ) -> Option<Self> {
+        let fills_gpu = kv_heads * rows.total.div_ceil(FLASH_MANY_ROWS) >= MANY_BLOCKS * gpu.multiprocessors;
+        let few_blocks = kv_heads * rows.few_tiles;
+        let mut tiles = Self::that_fit(gpu, head_dim);
+        if rows.longest > MAX_FEW_ROWS {
+            return tiles.find(|tile| tile.kind == TileKind::Many && fills_gpu || tile.kind == TileKind::Medium);
+        }
+        if few_blocks <= gpu.multiprocessors {
+            return tiles.find(|tile| matches!(tile.kind, TileKind::Few | TileKind::Medium));
+        }
+        let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::Batch).collect();
+        let fitting = |tile: &Self| tile.blocks_per_multiprocessor(gpu) * gpu.multiprocessors;
+        if has_small_window(mask) {
+            // With few keys, starting takes up much of a thread block's time.
+            // Take the first tile with which all thread blocks run at the same time, otherwise the last tile.
+            return batch.iter().find(|tile| few_blocks <= fitting(tile)).or(batch.last()).copied();
+        }
+        // Thread blocks with many warps finish sequences with many keys sooner.
+        // Take the tile with the most warps, unless it leaves much of the shared memory unused.
+        let used = |tile: &Self| tile.shared_bytes * tile.blocks_per_multiprocessor(gpu);
+        let most = batch.iter().map(used).max()?;
+        let first = batch.iter().position(|tile| 100 * used(tile) >= MIN_SHARED_PERCENT * most)?;
+        // If the next tile has as many warps, its key tiles are smaller.
+        // It is then faster if its thread blocks nearly fill the GPU.
+        let is_faster =
+            |next: &&Self| next.threads == batch[first].threads && 100 * few_blocks >= FULL_GPU_PERCENT * fitting(next);
+        batch.get(first + 1).filter(is_faster).or(batch.get(first)).copied()
+    }
+
+    /// Returns a 16-row tile for a fixed summation order. The choice depends only on the GPU and the head size.
+    /// If the GPU has enough shared memory, the tile is the one for small batches.
+    /// Otherwise, the tile is the first one for large batches that fits.
+    /// Returns `None` if there is no such tile.
+    pub fn for_fixed_order(gpu: GpuLimits, head_dim: usize) -> Option<Self> {
+        let tile = Self::that_fit(gpu, head_dim).next().filter(|tile| tile.rows == FLASH_FEW_ROWS)?;
+        Some(Self { kind: TileKind::Few, ..tile })
+    }
+
+    /// Returns the kernels for a head size that need no more shared memory than the GPU has.
+    /// There are none if no kernel supports the head size.
+    /// [`choose`](Self::choose) and [`for_fixed_order`](Self::for_fixed_order) search the kernels in this order.
+    fn that_fit(gpu: GpuLimits, head_dim: usize) -> impl Iterator<Item = Self> {
+        let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim);
+        let tiles = index.map(Self::of_head_dim).into_iter().flatten();
+        tiles.filter(move |tile| tile.shared_bytes <= gpu.max_shared_bytes)
+    }
+
+    /// Returns the kernels for a head size. `index` is its index in [`FLASH_HEAD_DIMS`].
+    fn of_head_dim(index: usize) -> [Self; 6] {
+        let tile = |kind, name, rows, keys: [usize; 6], warps: [usize; 6], shared_bytes: [usize; 6]| {
+            let (keys, threads, shared_bytes) = (keys[index], 32 * warps[index], shared_bytes[index]);
+            Self { kind, name, rows, keys, threads, shared_bytes }
+        };
+        let few = |kind, name, keys, warps, shared_bytes| tile(kind, name, FLASH_FEW_ROWS, keys, warps, shared_bytes);
+        let batch = |name, keys, warps, shared_bytes| few(TileKind::Batch, name, keys, warps, shared_bytes);
+        [
+            few(TileKind::Few, "16_rows", FLASH_FEW_KEYS, FLASH_FEW_WARPS, FLASH_FEW_SHARED_BYTES),
+            batch("16_rows_batch", FLASH_BATCH_KEYS, FLASH_BATCH_WARPS, FLASH_BATCH_SHARED_BYTES),
+            batch("16_rows_batch_half", FLASH_BATCH_HALF_KEYS, FLASH_BATCH_HALF_WARPS, FLASH_BATCH_HALF_SHARED_BYTES),
+            batch(
+                "16_rows_batch_quarter",
+                FLASH_BATCH_QUARTER_KEYS,
+                FLASH_BATCH_QUARTER_WARPS,
+                FLASH_BATCH_QUARTER_SHARED_BYTES,
+            ),
+            tile(
+                TileKind::Many,
+                "128_rows",
+                FLASH_MANY_ROWS,
+                FLASH_MANY_KEYS,
+                FLASH_MANY_WARPS,
+                FLASH_MANY_SHARED_BYTES,
+            ),
+            tile(
+                TileKind::Medium,
+                "64_rows",
+                FLASH_MEDIUM_ROWS,
+                FLASH_MEDIUM_KEYS,
+                FLASH_MEDIUM_WARPS,
+                FLASH_MEDIUM_SHARED_BYTES,
+            ),
+        ]
+    }
+
+    /// Returns the maximum number of splits per row tile, for `row_tiles` row tiles per KV head.
+    pub fn splits(&self, gpu: GpuLimits, kv_heads: usize, row_tiles: usize, mask: AttentionMask) -> usize {
+        // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
+        // `choose` selects 128-row tiles only if they fill the GPU, so their keys are not split.
+        // In a large batch, sequences can have very different numbers of keys. To balance the work, the splits create
+        // up to twice as many thread blocks as fit on the GPU at the same time.
+        let blocks_per_multiprocessor = match self.kind {
+            TileKind::Few => 1,
+            TileKind::Batch => 2 * self.blocks_per_multiprocessor(gpu),
+            TileKind::Medium => 2,
+            TileKind::Many => 0,
+        };
+        limit_splits(mask, blocks_per_multiprocessor * gpu.multiprocessors / (kv_heads * row_tiles))
+    }
+
+    /// Returns the minimum number of key tiles per split. The last split of a row tile can have fewer.
+    /// With fewer keys per split, combining the results of the splits takes longer than the splits save.
+    pub fn min_split_tiles(&self) -> usize {
+        match self.kind {
+            TileKind::Few => FEW_SPLIT_KEYS.div_ceil(self.keys),
+            TileKind::Batch => BATCH_SPLIT_KEYS.div_ceil(self.keys),
+            TileKind::Medium | TileKind::Many => PREFILL_SPLIT_TILES,
+        }
+    }
+
+    /// Returns the number of thread blocks whose shared memory fits on a multiprocessor.
+    fn blocks_per_multiprocessor(&self, gpu: GpuLimits) -> usize {
+        // CUDA reserves RESERVED bytes for each block. A multiprocessor has RESERVED bytes more than one block may use.
+        // All callers pass 16-row kernels, which have at most STATIC bytes of static shared memory.
+        const RESERVED: usize = 1024;
+        const STATIC: usize = 128;
+        (gpu.max_shared_bytes + RESERVED) / (self.shared_bytes + STATIC + RESERVED)
+    }
+}
+
+/// Returns the maximum number of splits per row tile with [`SumOrder::Fixed`](crate::kernels::SumOrder::Fixed).
+pub(super) fn fixed_splits(mask: AttentionMask) -> usize {
+    limit_splits(mask, FIXED_SPLITS)
+}
+
+/// Returns the maximum number of splits per row tile: 1 if the layer has a small sliding window, otherwise `wanted`,
+/// limited to the range from 1 to [`MAX_SPLITS`].
+fn limit_splits(mask: AttentionMask, wanted: usize) -> usize {
+    if has_small_window(mask) { 1 } else { wanted.clamp(1, MAX_SPLITS) }
+}
+
+/// Returns whether the mask has a sliding window of at most [`MAX_UNSPLIT_WINDOW`] keys.
+fn has_small_window(mask: AttentionMask) -> bool {
+    mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: GpuLimits = GpuLimits { multiprocessors: 132, max_shared_bytes: 232_448 };
+    /// The limits of an RTX 4090.
+    const SMALL: GpuLimits = GpuLimits { multiprocessors: 128, max_shared_bytes: 101_376 };
+    const ALL: AttentionMask = AttentionMask { window: None, scale: 1.0, softcap: None };
+    const WINDOW: AttentionMask = AttentionMask { window: Some(128), ..ALL };
+
+    #[test]
+    fn the_kernel_and_its_splits_depend_on_the_rows_the_mask_and_the_gpu() {
+        // Each case: the GPU, head size, KV heads, mask, number of sequences, and rows per sequence and KV head.
+        // Then the name of the kernel, the maximum number of splits, and the minimum number of key tiles per split.
+        for (gpu, head_dim, kv_heads, mask, sequences, rows, name, splits, min_tiles) in [
+            (H200, 64, 8, ALL, 1, 8, "16_rows", 16, 4),
+            (H200, 64, 8, ALL, 16, 8, "16_rows", 1, 4),
+            (H200, 64, 8, WINDOW, 16, 8, "16_rows", 1, 4),
+            (H200, 64, 8, ALL, 17, 8, "16_rows_batch", 3, 32),
+            (H200, 64, 8, ALL, 59, 8, "16_rows_batch", 1, 32),
+            (H200, 64, 8, ALL, 60, 8, "16_rows_batch_half", 2, 64),
+            (H200, 64, 8, ALL, 128, 8, "16_rows_batch_half", 1, 64),
+            (H200, 64, 8, WINDOW, 33, 8, "16_rows_batch", 1, 32),
+            (H200, 64, 8, WINDOW, 34, 8, "16_rows_batch_half", 1, 64),
+            (H200, 64, 8, WINDOW, 66, 8, "16_rows_batch_half", 1, 64),
+            (H200, 64, 8, WINDOW, 67, 8, "16_rows_batch_quarter", 1, 32),
+            (H200, 64, 8, WINDOW, 256, 8, "16_rows_batch_quarter", 1, 32),
+            (H200, 64, 8, ALL, 1, 32, "16_rows", 8, 4),
+            (H200, 64, 8, ALL, 1, 33, "64_rows", 33, 4),
+            (H200, 128, 8, ALL, 1, 2048, "64_rows", 1, 4),
+            (H200, 128, 8, ALL, 1, 4096, "64_rows", 1, 4),
+            (H200, 128, 8, ALL, 1, 4097, "128_rows", 1, 4),
+            (H200, 128, 8, WINDOW, 1, 2048, "64_rows", 1, 4),
+            (H200, 256, 4, ALL, 200, 8, "16_rows_batch", 1, 64),
+            (H200, 128, 8, ALL, 64, 4, "16_rows_batch", 1, 64),
+            (SMALL, 64, 8, ALL, 1, 8, "64_rows", 32, 4),
+            (SMALL, 64, 8, ALL, 32, 8, "16_rows_batch_quarter", 3, 32),
+            (SMALL, 128, 8, ALL, 17, 4, "16_rows_batch_quarter", 5, 64),
+            (SMALL, 128, 8, ALL, 64, 4, "16_rows_batch_quarter", 1, 64),
+            (SMALL, 128, 8, ALL, 1, 4096, "128_rows", 1, 4),
+            (SMALL, 256, 4, ALL, 1, 4096, "64_rows", 1, 4),
+            (SMALL, 256, 4, ALL, 1, 8, "64_rows", 64, 4),
+            (SMALL, 256, 4, ALL, 64, 8, "16_rows_batch_quarter", 1, 64),
+            (SMALL, 80, 8, ALL, 1, 8, "16_rows", 16, 8),
+        ] {
+            let counts = RowCounts::of_sequences(std::iter::repeat_n(rows, sequences));
+            let case = format!("{gpu:?}, head size {head_dim}, {kv_heads} KV heads, {mask:?}, {counts:?}");
+            let tile = TileKernel::choose(gpu, head_dim, kv_heads, mask, counts).expect(&case);
+            let row_tiles = sequences * rows.div_ceil(tile.rows);
+            let found = (tile.name, tile.splits(gpu, kv_heads, row_tiles, mask), tile.min_split_tiles());
+            assert_eq!(found, (name, splits, min_tiles), "{case}");
+        }
+    }
+
+    #[test]
+    fn unsupported_head_sizes_and_gpus_with_too_little_shared_memory_have_no_kernel() {
+        let counts = RowCounts::of_sequences([8].into_iter());
+        let tiny = GpuLimits { max_shared_bytes: 49_152, ..SMALL };
+        for (gpu, head_dim) in [(H200, 40), (tiny, 256)] {
+            assert!(TileKernel::choose(gpu, head_dim, 8, ALL, counts).is_none(), "{gpu:?}, head size {head_dim}");
+            assert!(TileKernel::for_fixed_order(gpu, head_dim).is_none(), "{gpu:?}, head size {head_dim}");
+        }
+    }
+
+    #[test]
+    fn with_a_fixed_order_only_the_gpu_the_head_size_and_the_window_matter() {
+        for (gpu, head_dim, name) in
+            [(H200, 64, "16_rows"), (H200, 256, "16_rows"), (SMALL, 64, "16_rows_batch_half"), (SMALL, 80, "16_rows")]
+        {
+            let tile = TileKernel::for_fixed_order(gpu, head_dim).expect(name);
+            assert_eq!((tile.name, tile.min_split_tiles()), (name, 128 / tile.keys), "{gpu:?}, head size {head_dim}");
+        }
+        assert_eq!((fixed_splits(ALL), fixed_splits(WINDOW)), (4, 1));
+    }
+
+    #[test]
+    fn row_counts_are_the_maximum_and_the_sums_over_the_sequences() {
+        let counts = RowCounts::of_sequences([8, 40, 16].into_iter());
+        assert_eq!(counts, RowCounts { longest: 40, few_tiles: 1 + 3 + 1, total: 64 });
+    }
+}
