@@ -178,6 +178,7 @@ impl FlashAttention {
         Self::with_tile(shape, q.dtype(), mask, tile, rows, grid)
     }
 
+    /// Creates a launch of the kernel `tile` with the given grid.
     fn with_tile(
         shape: AttentionShape,
         dtype: DType,

@@ -28,13 +28,13 @@ const MAX_UNSPLIT_WINDOW: usize = 256;
 /// The number of 128-row thread blocks per multiprocessor that fill the GPU.
 const MANY_BLOCKS: usize = 2;
 
-/// In a large batch without a small sliding window, the tile with the most warps is used only if all thread blocks of a
-/// multiprocessor together use at least this percentage of the shared memory that the best tile uses.
+/// In a large batch without a small sliding window, the kernel's thread blocks on a multiprocessor must together use at
+/// least this percentage of the shared memory that the blocks of any other `Batch` kernel use.
 const MIN_SHARED_PERCENT: usize = 75;
 
-/// In a large batch without a small sliding window, smaller key tiles are used if the thread blocks take at least this
-/// percentage of the room on the GPU. With 64 and 128 sequences of 600 keys, the smaller tiles took 23 µs instead of 25
-/// and 43 instead of 45 (H200, 2026-11-29, `docs/benchmark-history.md`).
+/// In a large batch without a small sliding window, a kernel with smaller key tiles is chosen if the batch has at least
+/// this percentage of the thread blocks that fit on the GPU. With 64 sequences of 600 keys, smaller tiles took 23 µs
+/// instead of 25, and with 128 sequences 43 µs instead of 45 (H200, 2026-11-29, `docs/benchmark-history.md`).
 const FULL_GPU_PERCENT: usize = 90;
 
 /// The minimum number of keys per split in a small batch. One sequence decoded 726, 711 and 704 tokens/s after 1,024
@@ -109,14 +109,15 @@ impl TileKernel {
     /// Chooses the kernel for queries with these numbers of rows.
     /// Returns `None` if no kernel supports the head size, or if the GPU has too little shared memory.
     ///
-    /// A thread block computes one row tile of one KV head, so there are at least `kv_heads` blocks per row tile.
+    /// A thread block computes one row tile of one KV head. The choice depends on the longest sequence, and on the
+    /// number of thread blocks if each row tile has 16 rows:
     ///
-    /// | rows of the longest sequence | 16-row thread blocks | chosen kernel |
+    /// | rows of the longest sequence | 16-row thread blocks | kernel |
     /// | --- | --- | --- |
-    /// | more than [`MAX_FEW_ROWS`] | any number | `Many` if 128-row blocks fill the GPU, else `Medium` |
-    /// | up to [`MAX_FEW_ROWS`] | at most one per multiprocessor | `Few` |
-    /// | up to [`MAX_FEW_ROWS`] | more, small sliding window | `Batch` with the most warps, if all blocks fit at once |
-    /// | up to [`MAX_FEW_ROWS`] | more, otherwise | `Batch` with the most warps that uses the shared memory well |
+    /// | more than [`MAX_FEW_ROWS`] | any number | `Many` if its thread blocks fill the GPU, otherwise `Medium` |
+    /// | up to [`MAX_FEW_ROWS`] | up to one per multiprocessor | `Few` |
+    /// | up to [`MAX_FEW_ROWS`] | more, small sliding window | the first `Batch` kernel whose blocks all run at once |
+    /// | up to [`MAX_FEW_ROWS`] | more, otherwise | the first `Batch` kernel that uses the shared memory well |
     ///
     /// `Medium` replaces `Many` and `Few` if their blocks need more shared memory than the GPU has.
     pub fn choose(
