@@ -276,6 +276,7 @@ mod tests {
         // Each case: the GPU, head size, KV heads, mask, number of sequences, and rows per sequence and KV head.
         // Then the name of the kernel, the maximum number of splits, and the minimum number of key tiles per split.
         for (gpu, head_dim, kv_heads, mask, sequences, rows, name, splits, min_tiles) in [
+            (H200, 64, 1, ALL, 1, 8, "16_rows", 64, 4),
             (H200, 64, 8, ALL, 1, 8, "16_rows", 16, 4),
             (H200, 64, 8, ALL, 16, 8, "16_rows", 1, 4),
             (H200, 64, 8, WINDOW, 16, 8, "16_rows", 1, 4),
