@@ -140,7 +140,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     const int tiles = (intermediate + 7) / 8, tile = blockIdx.x * DECODE_UP_TILES + block_tile;
     pdl_wait();
     pdl_launch_dependents();
-    if (threadIdx.x < 32) routing.choose(logits, experts, blockIdx.y + 1, 0, lane);
+    if (threadIdx.x < 32) routing.choose(logits, experts, blockIdx.y + 1, NO_WEIGHTS, lane);
     for (int i = threadIdx.x; i < segments; i += DECODE_UP_THREADS)
         split_x(i < full_segments ? __ldcg(reinterpret_cast<const uint4*>(normed) + i) : make_uint4(0, 0, 0, 0), i, x);
     const float unscale = E2M1_UNIT * __ldcg(normed_scale);

@@ -26,7 +26,7 @@ __device__ void decode_routed_gate_up(const float* x, const float* norm, const T
     const DenseInput input{shared, columns / 8};
     pdl_wait();
     pdl_launch_dependents();
-    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, 0, threadIdx.x);
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, NO_WEIGHTS, threadIdx.x);
     __syncthreads();
     const uint32_t* expert = routing.expert;
     const auto row = [=](int unit, int r) {
@@ -39,7 +39,7 @@ __device__ void decode_routed_gate_up(const float* x, const float* norm, const T
         const int unit = stream.unit;
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, 0) * (sum[1] * scale));
+        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
     }
 }
 
@@ -54,7 +54,7 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
     const QuantizedInput input(vector, weight, groups);
     pdl_wait();
     pdl_launch_dependents();
-    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, 0, threadIdx.x);
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, NO_WEIGHTS, threadIdx.x);
     __syncthreads();
     const uint32_t* expert = routing.expert;
     const auto row = [=](int unit, int r, int& matrix) {
@@ -66,7 +66,7 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
         const int unit = stream.unit;
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, 0) * (sum[1] * scale));
+        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
     }
 }
 

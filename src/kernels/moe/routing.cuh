@@ -7,6 +7,8 @@
 
 // Stands for "no expert". It is larger than every expert id, so a minimum over ids ignores it.
 constexpr uint32_t NO_EXPERT = 0xffffffffu;
+// The argument `chosen` of callers that need no routing weights.
+constexpr int NO_WEIGHTS = 0;
 
 struct Routing {
     uint32_t expert[MAX_CHOSEN_EXPERTS];
