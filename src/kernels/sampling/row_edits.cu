@@ -39,3 +39,20 @@ extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
     if (threadIdx.x == 0 && !is_counted && last < (uint32_t)vocab)
         logits[last] = penalize(logits[last], 1, repetition, frequency, presence);
 }
+
+// Applies penalties to the logits of tokens that have appeared before.
+//   logits: f32 [rows, vocab]
+//   params: SamplingKernelParams [rows]
+//   seen: u32 [count, 3]: row, token, how often the token was generated; each token occurs at most once per row
+//   grid: ceil(count / 256); block: 256
+//   bytes moved: 20 · count
+extern "C" __global__ void __launch_bounds__(256)
+    apply_penalties(float* logits, const uint32_t* param_words, const uint32_t* seen, int count, int vocab) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    const uint32_t row = seen[3 * i], token = seen[3 * i + 1], generated = seen[3 * i + 2];
+    const SamplingKernelParams params =
+        *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)row * SAMPLE_PARAM_WORDS);
+    float& logit = logits[(size_t)row * vocab + token];
+    logit = penalize(logit, generated, params.repetition_penalty, params.frequency_penalty, params.presence_penalty);
+}

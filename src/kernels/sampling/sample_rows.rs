@@ -37,7 +37,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
         let shape = LaunchShape::one_thread_each(entries);
         // SAFETY: shapes and dtypes are checked above.
         // The row and the token of every entry are within the bounds of `logits`.
-        unsafe { Launch::new(module!("sample_rows"), "apply_penalties", shape, arguments).enqueue(device)? };
+        unsafe { Launch::new(module!("row_edits"), "apply_penalties", shape, arguments).enqueue(device)? };
     }
     // SAFETY: the kernel writes every element of `tokens`.
     let tokens = unsafe { Tensor::empty(count, DType::U32, logits.device())? };
