@@ -376,11 +376,11 @@ pub const SAMPLE_IDS_PER_THREAD: usize = 8;
 pub const SAMPLE_ROUNDS: usize = 4;
 /// Histogram bins per round of the radix search. A round determines eight bits of the threshold.
 pub const SAMPLE_BINS: usize = 256;
-/// The number of thread blocks for which `Scratch` (`decode/sample.cu`) has room.
+/// The number of thread blocks for which `SampleScratch` (`decode/sample.cu`) has room.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;
 /// The size of `SamplingKernelParams` (`sampling/sampling.cuh`) in 32-bit words.
 pub const SAMPLE_PARAM_WORDS: usize = 10;
-/// The size of `Scratch` (`decode/sample.cu`) in 32-bit words.
-/// `Scratch` consists of four words, a count and a mass per round and bin, and a mass per block.
+/// The size of `SampleScratch` (`decode/sample.cu`) in 32-bit words.
+/// `SampleScratch` consists of four words, a count and a mass per round and bin, and a mass per block.
 /// A count takes one word, and a mass takes two words.
 pub const SAMPLE_SCRATCH_WORDS: usize = 4 + 3 * SAMPLE_ROUNDS * SAMPLE_BINS + 2 * SAMPLE_MAX_BLOCKS;

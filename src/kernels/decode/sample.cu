@@ -28,17 +28,17 @@
 //   grid: ceil(vocab / SAMPLE_THREADS), but at most one block per multiprocessor; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
 // A launch has 2 grid-wide barriers. Top-k and top-p each add 4 barriers.
-#include "sampling/sampling.cuh"
 #include "headers/pdl.cuh"
+#include "sampling/threshold.cuh"
 
-struct Scratch {
+struct SampleScratch {
     uint32_t arrived, finished, top, padding;
     uint32_t counts[SAMPLE_ROUNDS][SAMPLE_BINS];
     unsigned long long masses[SAMPLE_ROUNDS][SAMPLE_BINS];
     unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
 };
 
-static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
+static_assert(sizeof(SampleScratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match SampleScratch");
 
 // The token ids that this block and this thread handle.
 struct OwnIds {
@@ -58,58 +58,87 @@ __device__ __forceinline__ bool has_penalty(const SamplingKernelParams& params) 
     return params.repetition_penalty != 1.0f || params.frequency_penalty != 0.0f || params.presence_penalty != 0.0f;
 }
 
-// Waits until all blocks of the grid have called this function, and makes their earlier writes visible.
-// `expected` counts the arrivals at all barriers so far: 0 before the first call, then updated by this function.
-__device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
-    __syncthreads();
-    expected += gridDim.x;
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(&scratch->arrived, 1u);
-        while (*(volatile uint32_t*)&scratch->arrived < expected) {
+// The blocks of the grid, from the view of one thread. All threads of all blocks call the methods in the same order.
+struct Grid {
+    SampleScratch* scratch;
+    unsigned long long* warps;  // shared memory for one value per warp
+    uint32_t expected = 0;      // the arrivals at all barriers so far
+
+    __device__ __forceinline__ Grid(SampleScratch* scratch, unsigned long long* warps)
+        : scratch(scratch), warps(warps) {}
+
+    // Waits until all blocks have called this function, and makes their earlier writes visible.
+    __device__ void barrier() {
+        __syncthreads();
+        expected += gridDim.x;
+        if (threadIdx.x == 0) {
+            __threadfence();
+            atomicAdd(&scratch->arrived, 1u);
+            while (*(volatile uint32_t*)&scratch->arrived < expected) {
+            }
+            __threadfence();
         }
-        __threadfence();
+        __syncthreads();
     }
-    __syncthreads();
-}
+
+    // Returns the largest key of all threads. `top` is the largest key of this thread.
+    __device__ __forceinline__ uint32_t max_key(uint32_t top) {
+        top = __reduce_max_sync(ALL_LANES, top);
+        if (threadIdx.x % 32 == 0 && top > 0) atomicMax(&scratch->top, top);
+        barrier();
+        return __ldcg(&scratch->top);
+    }
+
+    // The last block to call this function sets the scratch memory to zeros, except for block_masses.
+    __device__ __forceinline__ void reset_scratch() {
+        __shared__ bool is_last;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            is_last = atomicAdd(&scratch->finished, 1u) == gridDim.x - 1;
+        }
+        __syncthreads();
+        if (!is_last) return;
+        for (int i = threadIdx.x; i < SAMPLE_ROUNDS * SAMPLE_BINS; i += SAMPLE_THREADS)
+            (&scratch->counts[0][0])[i] = 0, (&scratch->masses[0][0])[i] = 0;
+        if (threadIdx.x == 0) scratch->arrived = scratch->finished = scratch->top = 0;
+    }
+};
 
 // Returns the largest sort key k (see sort_key) for which all tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
 // If the remaining tokens together do not reach the target, returns 0, which excludes no token.
 // With BY_MASS, the target is `share` times the mass of the remaining tokens, and the argument `target` is ignored.
 // Without BY_MASS, the target is a count of `target` tokens, and `share` is ignored.
-// Each of the four rounds determines eight bits of the sort key, from the highest bits to the lowest.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                               const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD], int own_ids, uint32_t floor,
-                              float share, unsigned long long target, Scratch* scratch, uint32_t& expected,
-                              unsigned long long* warps) {
+                              float share, unsigned long long target, Grid& grid) {
     __shared__ unsigned long long bins[SAMPLE_BINS];
-    uint32_t prefix = 0;
-    for (int round = 0; round < SAMPLE_ROUNDS; ++round) {
-        const int shift = 24 - 8 * round;
+    ThresholdSearch<BY_MASS> search{target};
+    while (search.round < SAMPLE_ROUNDS) {
+        const int round = search.round;
         if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
         __syncthreads();
-        for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
-            const bool counts = i < own_ids && keys[i] >= floor && (round == 0 || keys[i] >> (shift + 8) == prefix);
-            if (counts) atomicAdd(&bins[keys[i] >> shift & 255], BY_MASS ? masses[i] : 1ull);
-        }
+        for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i)
+            if (i < own_ids && keys[i] >= floor && search.has_prefix(keys[i]))
+                atomicAdd(&bins[search.bin_of(keys[i])], BY_MASS ? masses[i] : 1ull);
         __syncthreads();
         if (threadIdx.x < SAMPLE_BINS && bins[threadIdx.x]) {
             if (BY_MASS)
-                atomicAdd(&scratch->masses[round][threadIdx.x], bins[threadIdx.x]);
+                atomicAdd(&grid.scratch->masses[round][threadIdx.x], bins[threadIdx.x]);
             else
-                atomicAdd(&scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
+                atomicAdd(&grid.scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
         }
-        grid_barrier(scratch, expected);
-        const int bin = SAMPLE_BINS - 1 - threadIdx.x;  // thread 0 has the highest bin (see choose_bin)
+        grid.barrier();
+        const int bin = search.own_bin();
         unsigned long long value = 0;
         if (bin >= 0)
-            value = BY_MASS ? __ldcg(&scratch->masses[round][bin])
-                            : (unsigned long long)__ldcg(&scratch->counts[round][bin]);
-        choose_bin<BY_MASS>(value, round == 0, share, target, prefix, warps);
+            value = BY_MASS ? __ldcg(&grid.scratch->masses[round][bin])
+                            : (unsigned long long)__ldcg(&grid.scratch->counts[round][bin]);
+        search.end_round(value, round == 0, share, grid.warps);
     }
-    return prefix;
+    return search.prefix;
 }
 
 // Reads the logits of this thread's token ids and applies the penalties. Writes the results to `values` and their sort
@@ -135,14 +164,6 @@ __device__ __forceinline__ uint32_t read_logits(const float* logits, const uint3
     return top;
 }
 
-// Returns the largest key of the whole grid. `top` is the largest key of this thread.
-__device__ __forceinline__ uint32_t grid_max(uint32_t top, Scratch* scratch, uint32_t& expected) {
-    top = __reduce_max_sync(0xffffffffu, top);
-    if (threadIdx.x % 32 == 0 && top > 0) atomicMax(&scratch->top, top);
-    grid_barrier(scratch, expected);
-    return __ldcg(&scratch->top);
-}
-
 // Computes the probability masses of this thread's tokens.
 // A mass is 0 if the logit is NaN, if the relative probability is below 2^-40, or if top-k, top-p or min-p excludes the
 // token. In greedy sampling, only tokens with the largest logit have mass.
@@ -151,24 +172,23 @@ __device__ __forceinline__ unsigned long long probability_masses(const float (&v
                                                                  uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                                                                  unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD],
                                                                  uint32_t top, const SamplingKernelParams& params,
-                                                                 const OwnIds& own, int vocab, Scratch* scratch,
-                                                                 uint32_t& expected, unsigned long long* warps) {
+                                                                 const OwnIds& own, int vocab, Grid& grid) {
     const float best = from_sort_key(top), inverse = 1.0f / fmaxf(params.temperature, 1e-6f);
     const bool is_greedy = params.temperature == 0.0f;
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
-        masses[i] = i < own.count && keys[i] > 0
-                        ? (unsigned long long)(keys[i] == top ? UNIT : expf((values[i] - best) * inverse) * UNIT)
-                        : 0;
+        masses[i] =
+            i < own.count && keys[i] > 0
+                ? (unsigned long long)(keys[i] == top ? TOP_MASS : expf((values[i] - best) * inverse) * TOP_MASS)
+                : 0;
         if (masses[i] == 0) keys[i] = 0;
     }
     uint32_t floor = is_greedy ? top : 1;
     if (!is_greedy && params.top_k > 0 && params.top_k < vocab)
-        floor =
-            max(floor, threshold<false>(keys, masses, own.count, floor, 0.0f, params.top_k, scratch, expected, warps));
+        floor = max(floor, threshold<false>(keys, masses, own.count, floor, 0.0f, params.top_k, grid));
     if (!is_greedy && params.top_p < 1.0f)
-        floor = max(floor, threshold<true>(keys, masses, own.count, floor, params.top_p, 0, scratch, expected, warps));
-    const unsigned long long min_mass = (unsigned long long)(params.min_p * UNIT);
+        floor = max(floor, threshold<true>(keys, masses, own.count, floor, params.top_p, 0, grid));
+    const unsigned long long min_mass = (unsigned long long)(params.min_p * TOP_MASS);
     unsigned long long total = 0;
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
@@ -179,20 +199,17 @@ __device__ __forceinline__ unsigned long long probability_masses(const float (&v
 }
 
 // Adds up the masses of all blocks. `total` is the sum of this thread's masses.
-// Sets `before` to the mass of all blocks with lower token ids, and `all` to the mass of all blocks.
-__device__ __forceinline__ void sum_blocks(unsigned long long total, unsigned long long& before,
-                                           unsigned long long& all, Scratch* scratch, uint32_t& expected,
-                                           unsigned long long* warps) {
-    const unsigned long long block_mass = inclusive_scan(total, warps);
-    if (threadIdx.x == SAMPLE_THREADS - 1) scratch->block_masses[blockIdx.x] = block_mass;
-    grid_barrier(scratch, expected);
-    const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;
-    const unsigned long long sum = inclusive_scan(value, warps);
-    __shared__ unsigned long long sums[2];
-    if (threadIdx.x == blockIdx.x) sums[0] = sum - value;
-    if (threadIdx.x == SAMPLE_THREADS - 1) sums[1] = sum;
+__device__ __forceinline__ BlockMasses sum_blocks(unsigned long long total, Grid& grid) {
+    const unsigned long long block_mass = inclusive_scan(total, grid.warps);
+    if (threadIdx.x == SAMPLE_THREADS - 1) grid.scratch->block_masses[blockIdx.x] = block_mass;
+    grid.barrier();
+    const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&grid.scratch->block_masses[threadIdx.x]) : 0;
+    const unsigned long long sum = inclusive_scan(value, grid.warps);
+    __shared__ BlockMasses masses;
+    if (threadIdx.x == blockIdx.x) masses.before = sum - value;
+    if (threadIdx.x == SAMPLE_THREADS - 1) masses.all = sum;
     __syncthreads();
-    before = sums[0], all = sums[1];
+    return masses;
 }
 
 // Returns the first token at which the cumulative mass of all tokens, in the order of their ids, exceeds `point`.
@@ -218,49 +235,29 @@ __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned 
     return winner;
 }
 
-// The last block to call this function sets `scratch` to zeros, except for block_masses.
-__device__ __forceinline__ void reset_scratch(Scratch* scratch) {
-    __shared__ bool is_last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        is_last = atomicAdd(&scratch->finished, 1u) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    for (int i = threadIdx.x; i < SAMPLE_ROUNDS * SAMPLE_BINS; i += SAMPLE_THREADS)
-        (&scratch->counts[0][0])[i] = 0, (&scratch->masses[0][0])[i] = 0;
-    if (threadIdx.x == 0) scratch->arrived = scratch->finished = scratch->top = 0;
-}
-
 template <typename T>
 __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, const T* embedding, float* x,
-                       uint32_t* state, volatile uint32_t* mailbox, Scratch* scratch, int vocab, int columns, int slots,
-                       float embedding_scale) {
+                       uint32_t* state, volatile uint32_t* mailbox, SampleScratch* scratch, int vocab, int columns,
+                       int slots, float embedding_scale) {
     __shared__ unsigned long long warps[32];
     pdl_wait();
     const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
     const uint32_t steps = __ldcg(state + STATE_STEPS);  // read before a block can finish and increment it
     const OwnIds own(vocab);
-    uint32_t expected = 0;
+    Grid grid(scratch, warps);
     float values[SAMPLE_IDS_PER_THREAD];
     uint32_t keys[SAMPLE_IDS_PER_THREAD];
     unsigned long long masses[SAMPLE_IDS_PER_THREAD];
-    const uint32_t top = grid_max(read_logits(logits, seen, params, own, values, keys), scratch, expected);
+    const uint32_t top = grid.max_key(read_logits(logits, seen, params, own, values, keys));
     const bool has_token = top > sort_key(-INFINITY);
-    const unsigned long long total =
-        probability_masses(values, keys, masses, top, params, own, vocab, scratch, expected, warps);
-    unsigned long long before, all;
-    sum_blocks(total, before, all, scratch, expected, warps);
+    const unsigned long long total = probability_masses(values, keys, masses, top, params, own, vocab, grid);
+    const BlockMasses blocks = sum_blocks(total, grid);
 
     // Draw a random point below the total mass. All blocks draw the same point.
     // Greedy sampling uses 0, which selects the token with the largest logit, or the lowest id in a tie.
-    const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
     const unsigned long long point =
-        params.temperature == 0.0f
-            ? 0
-            : min((unsigned long long)(uniform(seed, params.sampled_before + steps) * (double)all), all - 1);
-    const uint32_t winner = token_at(point, before, masses, own, warps);
+        params.temperature == 0.0f ? 0 : random_point(params, params.sampled_before + steps, blocks.all);
+    const uint32_t winner = token_at(point, blocks.before, masses, own, warps);
 
     // After a failed step, token 0 is the input of the next step, because the embedding lookup needs a valid token.
     // The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
@@ -276,14 +273,14 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
             state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
         }
     }
-    reset_scratch(scratch);
+    grid.reset_scratch();
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)                                                    \
         decode_sample_##SUFFIX(const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding,        \
-                               float* x, uint32_t* state, volatile uint32_t* mailbox, Scratch* scratch, int vocab,     \
-                               int columns, int slots, float embedding_scale) {                                        \
+                               float* x, uint32_t* state, volatile uint32_t* mailbox, SampleScratch* scratch,          \
+                               int vocab, int columns, int slots, float embedding_scale) {                             \
         sample<T>(logits, seen, params, embedding, x, state, mailbox, scratch, vocab, columns, slots,                  \
                   embedding_scale);                                                                                    \
     }

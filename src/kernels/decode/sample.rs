@@ -22,7 +22,7 @@ pub struct SamplingBuffers {
     /// u32 `[vocab]`: 0 if no penalty applies to the token yet, otherwise 1 + the number of times it was generated.
     /// Unused if no penalty is set.
     seen: Tensor,
-    /// The contents of `Scratch` in `sample.cu`, as u32 words.
+    /// The contents of `SampleScratch` in `sample.cu`, as u32 words.
     scratch: Tensor,
 }
 

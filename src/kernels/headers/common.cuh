@@ -10,6 +10,9 @@ constexpr uint32_t F32_SIGN = 0x80000000u, F32_MAGNITUDE = 0x7fffffffu;
 constexpr uint32_t F32_INFINITY = 0x7f800000u;  // infinity; also the mask of the exponent
 constexpr uint32_t F32_NAN = 0x7fc00000u;
 
+// The mask of a warp's lanes in shuffles, votes and reductions in which all lanes take part.
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -29,7 +32,7 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
     return x;
 }
 
@@ -38,7 +41,7 @@ template <typename T> __device__ __forceinline__ T warp_prefix_sum(T x) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-        const T other = __shfl_up_sync(0xffffffffu, x, offset);
+        const T other = __shfl_up_sync(ALL_LANES, x, offset);
         if (lane >= offset) x += other;
     }
     return x;

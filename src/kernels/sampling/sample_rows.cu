@@ -16,11 +16,10 @@
 // They add up their counts and masses, which are integers, so the chosen token does not depend on BLOCKS.
 // Code for GPUs before Hopper, which have no clusters, always uses one block per row.
 #include "headers/cluster.cuh"
-#include "sampling/sampling.cuh"
+#include "sampling/threshold.cuh"
 
 // The number of keys from the bin of the top-k or top-p cutoff that fit in a block's shared memory (CutoffMemory).
 constexpr uint32_t MAX_KEYS_IN_BIN = 4096;
-constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 // One row of logits, this block's part of the token ids, and values for the whole row.
 struct Row {
@@ -42,10 +41,14 @@ struct Row {
         const auto value = [&](int id) { return id < end ? __ldcg(logits + id) : NAN; };
         return make_float4(value(id), value(id + 1), value(id + 2), value(id + 3));
     }
+    // Returns the logits of tokens id to id + 3, or NaN for tokens of other blocks. `id` is a multiple of 4.
+    __device__ __forceinline__ float4 load(int id) const {
+        return vocab % 4 == 0 ? load<true>(id, end) : load<false>(id, end);
+    }
     // Returns the probability mass of the token with sort key `key`, in units of 2^-40 of the most likely token's mass.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
         if (key <= sort_key(-INFINITY)) return 0;
-        return key == top ? UNIT : expf((from_sort_key(key) - best) * inverse_temperature) * UNIT;
+        return key == top ? TOP_MASS : expf((from_sort_key(key) - best) * inverse_temperature) * TOP_MASS;
     }
     // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit
     // above -infinity.
@@ -142,21 +145,6 @@ __device__ __forceinline__ void each_key_of_block(const Row& row, Use use) {
     });
 }
 
-// Returns the sum of `own` over the warps of the block, and sets `before` to the sum over the warps before this one.
-// All lanes of a warp have the same value of `own`.
-__device__ __forceinline__ unsigned long long sum_of_warps(unsigned long long own, unsigned long long* warps,
-                                                           unsigned long long& before) {
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
-    __syncthreads();
-    unsigned long long all = 0;
-    for (int w = 0; w < SAMPLE_THREADS / 32; ++w) {
-        if (w == threadIdx.x / 32) before = all;
-        all += warps[w];
-    }
-    return all;
-}
-
 // Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
 // If BY_MASS is true, the target is a probability mass, otherwise a number of tokens.
@@ -167,33 +155,31 @@ __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, 
                               unsigned long long* warps) {
     // Other blocks can still read the bins of a round during the next round, but not during the round after it.
     __shared__ unsigned long long bins_of_rounds[2][SAMPLE_BINS];
-    uint32_t prefix = 0;
+    ThresholdSearch<BY_MASS> search{target};
 #pragma unroll 1  // the loop is long, and unrolling does not make it faster
-    for (int round = 0; round < SAMPLE_ROUNDS; ++round) {
-        const int shift = 24 - 8 * round;
-        unsigned long long* const bins = bins_of_rounds[round % 2];
+    while (search.round < SAMPLE_ROUNDS) {
+        unsigned long long* const bins = bins_of_rounds[search.round % 2];
         if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
         __syncthreads();
         each_key([&](uint32_t key) {
             const unsigned long long mass = row.mass(key);
-            const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
+            const bool counts = mass > 0 && key >= floor && search.has_prefix(key);
             // The keys of a warp usually fall into few bins.
             // The warp first sums its masses or counts per bin, so that each bin needs only one atomicAdd per warp.
             uint32_t left = __ballot_sync(ALL_LANES, counts);
             while (left) {
-                const uint32_t bin = __shfl_sync(ALL_LANES, key >> shift & 255, __ffs(left) - 1);
-                const bool is_in = counts && (key >> shift & 255) == bin;
+                const uint32_t bin = __shfl_sync(ALL_LANES, search.bin_of(key), __ffs(left) - 1);
+                const bool is_in = counts && search.bin_of(key) == bin;
                 const unsigned long long sum = warp_sum(is_in ? (BY_MASS ? mass : 1ull) : 0);
                 if (threadIdx.x % 32 == 0) atomicAdd(&bins[bin], sum);
                 left &= ~__ballot_sync(ALL_LANES, is_in);
             }
         });
         sync_row<BLOCKS>();
-        const int bin = SAMPLE_BINS - 1 - threadIdx.x;  // see choose_bin
-        const unsigned long long value = bin >= 0 ? sum_of_blocks<BLOCKS>(&bins[bin]) : 0;
-        choose_bin<BY_MASS>(value, false, 0.0f, target, prefix, warps);
+        const int bin = search.own_bin();
+        search.end_round(bin >= 0 ? sum_of_blocks<BLOCKS>(&bins[bin]) : 0, false, 0.0f, warps);
     }
-    return prefix;
+    return search.prefix;
 }
 
 // Shared memory of `cutoff`.
@@ -259,28 +245,17 @@ struct alignas(8) KeyAndToken {
     uint32_t key, token;
 };
 
-template <int BLOCKS>
-__device__ void sample_row(const float* logits, const uint32_t* param_words, uint32_t* tokens,
-                           volatile uint32_t* mailbox, int vocab) {
-    __shared__ unsigned long long warps[32], block_mass, range_point;
-    __shared__ CutoffMemory cutoff_memory;
-    __shared__ KeyAndToken block_top;
-    __shared__ uint32_t block_bottom;
-    __shared__ int range_start;
-    const int row_index = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS;
-    const SamplingKernelParams params =
-        *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)row_index * SAMPLE_PARAM_WORDS);
-    const auto choose = [&](uint32_t token) {
-        tokens[row_index] = token;
-        if (mailbox != nullptr) mailbox[row_index] = token == NO_TOKEN ? MAILBOX_NO_TOKEN : token + 1;
-    };
-    const int block_ids = (vocab + 4 * BLOCKS - 1) / (4 * BLOCKS) * 4, start = min(rank * block_ids, vocab);
-    Row row{logits + (size_t)row_index * vocab,      vocab, start, min(start + block_ids, vocab), 0.0f,
-            1.0f / fmaxf(params.temperature, 1e-6f), 0,     0.0f};
-    if (threadIdx.x == 0) block_top = {0, NO_TOKEN}, block_bottom = NO_TOKEN;
-    __syncthreads();
+// The extreme logits of a block's tokens.
+struct Extremes {
+    KeyAndToken top;  // the largest logit and the lowest token id with this logit; {0, NO_TOKEN} if there is none
+    uint32_t bottom;  // the key of the smallest logit above -infinity
+};
 
-    // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
+// Finds the extreme logits of this block's tokens and writes them to `extremes` in shared memory.
+// Ends with sync_row, so that all blocks of the row can then read `extremes`.
+template <int BLOCKS> __device__ __forceinline__ void find_extremes(const Row& row, Extremes& extremes) {
+    if (threadIdx.x == 0) extremes = {{0, NO_TOKEN}, NO_TOKEN};
+    __syncthreads();
     float top = -INFINITY, bottom = INFINITY;  // the largest logit, and the smallest logit above -infinity
     int top_four = -1;  // the id of the first of four tokens that include one with the logit `top`
     each_four_of_block<4, Order::Backward>(row, [&](int id, const float4& v) {
@@ -297,102 +272,182 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     const uint32_t key = key_of(top);
     const uint32_t warp_top = __reduce_max_sync(ALL_LANES, key),
                    warp_bottom = __reduce_min_sync(ALL_LANES, key_of(bottom));
-    if (threadIdx.x % 32 == 0) atomicMax(&block_top.key, warp_top), atomicMin(&block_bottom, warp_bottom);
+    if (threadIdx.x % 32 == 0) atomicMax(&extremes.top.key, warp_top), atomicMin(&extremes.bottom, warp_bottom);
     __syncthreads();
-    if (key == block_top.key && top_four >= 0) {
-        const float4 v = row.vocab % 4 == 0 ? row.load<true>(top_four, row.end) : row.load<false>(top_four, row.end);
+    if (key == extremes.top.key && top_four >= 0) {
+        const float4 v = row.load(top_four);
         const int place = v.x == top ? 0 : v.y == top ? 1 : v.z == top ? 2 : 3;
-        atomicMin(&block_top.token, top_four + place);
+        atomicMin(&extremes.top.token, top_four + place);
     }
     sync_row<BLOCKS>();
-    // Among equal keys, the first block has the lowest token id.
-    const KeyAndToken row_top = of_all_blocks<BLOCKS>(&block_top, [](const KeyAndToken& a, const KeyAndToken& b) {
-        return a.key >= b.key ? a : b;
-    });
-    if (row_top.key <= sort_key(-INFINITY) || params.temperature == 0.0f) {
-        if (rank == 0 && threadIdx.x == 0) choose(row_top.key <= sort_key(-INFINITY) ? NO_TOKEN : row_top.token);
-        sync_row<BLOCKS>();
-        return;
-    }
-    row.top = row_top.key, row.best = from_sort_key(row.top);
+}
 
-    // 2. Find the smallest key that top-k and top-p keep.
-    row.set_bins(from_sort_key(of_all_blocks<BLOCKS>(&block_bottom, [](uint32_t a, uint32_t b) { return min(a, b); })));
-    uint32_t floor = 1;
-    if (params.top_k > 0 && params.top_k < vocab)
-        floor = max(floor, cutoff<BLOCKS, false>(row, floor, 0.0f, params.top_k, cutoff_memory, warps));
-    if (params.top_p < 1.0f)
-        floor = max(floor, cutoff<BLOCKS, true>(row, floor, params.top_p, 0, cutoff_memory, warps));
-    // min_mass is at most UNIT, so that min-p always keeps the most likely token.
-    const unsigned long long min_mass = min((unsigned long long)(params.min_p * UNIT), (unsigned long long)UNIT);
-    const auto kept_mass = [&](uint32_t key) {
+// The tokens that top-k, top-p and min-p keep: those whose keys and masses are at least these values.
+struct KeptTokens {
+    uint32_t floor;
+    unsigned long long min_mass;
+
+    // Returns the probability mass of the token with sort key `key`, or 0 if the token is not kept.
+    __device__ __forceinline__ unsigned long long mass(const Row& row, uint32_t key) const {
         const unsigned long long mass = row.mass(key);
         return key < floor || mass < min_mass ? 0ull : mass;
-    };
-
-    // 3. Draw a random point below the total mass. The first token whose cumulative mass exceeds the point is chosen.
-    // Each block has a contiguous range of ids, and each of its warps has a contiguous part of this range, so that the
-    // cumulative mass follows the order of the ids. The block whose range contains the point then divides the part that
-    // contains it into small ranges, one per warp. Its first warp searches the small range that contains the point.
-    constexpr int WARPS = SAMPLE_THREADS / 32;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int small = (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // the ids in a small range
-    unsigned long long own, before, point;  // the mass of this warp's range, the mass before it, and the point
-    const auto set_masses = [&](int first_id, int size) {
-        own = 0;
-        const int end = min(first_id + size, row.end);
-        each_four<4, Order::Forward>(row, first_id, end, 128, 4 * lane, [&](int, const float4& v) {
-            own += kept_mass(key_of(v.x)) + kept_mass(key_of(v.y)) + kept_mass(key_of(v.z)) + kept_mass(key_of(v.w));
-        });
-        own = warp_sum(own);
-        return sum_of_warps(own, warps, before);
-    };
-    // Each warp passes the first id of its range. Returns the first id of the range that contains the point, and
-    // subtracts the mass before this range from the point.
-    const auto find_range = [&](int first_id) {
-        if (lane == 0 && before <= point && point < before + own)  // true in exactly one warp
-            range_start = first_id, range_point = point - before;
-        __syncthreads();
-        point = range_point;
-        return range_start;
-    };
-    const int first_id = row.start + warp * WARPS * small;
-    const unsigned long long mass = set_masses(first_id, WARPS * small);
-    if (threadIdx.x == 0) block_mass = mass;
-    sync_row<BLOCKS>();
-    unsigned long long row_mass = 0, mass_before = 0;  // of all blocks, and of the blocks before this one
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) {
-        if (i == rank) mass_before = row_mass;
-        row_mass += *in_block_of_row<BLOCKS>(&block_mass, i);
     }
-    sync_row<BLOCKS>();  // the blocks no longer need each other
-    const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
-    point = min((unsigned long long)(uniform(seed, params.sampled_before) * (double)row_mass), row_mass - 1);
-    if (point < mass_before || point - mass_before >= mass) return;
-    point -= mass_before;
-    const int range = find_range(first_id);
-    set_masses(range + warp * small, small);
-    const int small_range = find_range(range + warp * small);
-    if (warp > 0) return;
-    for (int base = small_range;; base += 128) {
-        const int id = base + 4 * lane;
-        const float4 v = row.vocab % 4 == 0 ? row.load<true>(id, row.end) : row.load<false>(id, row.end);
-        const unsigned long long masses[4] = {kept_mass(key_of(v.x)), kept_mass(key_of(v.y)), kept_mass(key_of(v.z)),
-                                              kept_mass(key_of(v.w))};
+};
+
+// Finds the tokens that top-k, top-p and min-p keep.
+template <int BLOCKS>
+__device__ __forceinline__ KeptTokens kept_tokens(const Row& row, const SamplingKernelParams& params,
+                                                  CutoffMemory& memory, unsigned long long* warps) {
+    uint32_t floor = 1;
+    if (params.top_k > 0 && params.top_k < row.vocab)
+        floor = max(floor, cutoff<BLOCKS, false>(row, floor, 0.0f, params.top_k, memory, warps));
+    if (params.top_p < 1.0f) floor = max(floor, cutoff<BLOCKS, true>(row, floor, params.top_p, 0, memory, warps));
+    // min_mass is at most TOP_MASS, so that min-p always keeps the most likely token.
+    return {floor, min((unsigned long long)(params.min_p * TOP_MASS), (unsigned long long)TOP_MASS)};
+}
+
+// Probability masses of ranges of token ids. Each warp of a block has a range, in the order of the warps.
+struct RangeMasses {
+    unsigned long long own, before, all;  // of this warp's range, of the ranges of earlier warps, and of all warps
+};
+
+// Returns the masses of the ranges that start at `first_id`, which differs between warps, and have `size` ids.
+__device__ __forceinline__ RangeMasses range_masses(const Row& row, const KeptTokens& kept, int first_id, int size,
+                                                    unsigned long long* warps) {
+    unsigned long long own = 0, before, all = 0;
+    const int end = min(first_id + size, row.end);
+    each_four<4, Order::Forward>(row, first_id, end, 128, 4 * (threadIdx.x % 32), [&](int, const float4& v) {
+        own += kept.mass(row, key_of(v.x)) + kept.mass(row, key_of(v.y)) + kept.mass(row, key_of(v.z)) +
+               kept.mass(row, key_of(v.w));
+    });
+    own = warp_sum(own);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
+    __syncthreads();
+#pragma unroll 16  // completely unrolled, the loop would need more registers than a thread has
+    for (int w = 0; w < SAMPLE_THREADS / 32; ++w) {
+        if (w == threadIdx.x / 32) before = all;
+        all += warps[w];
+    }
+    return {own, before, all};
+}
+
+// A point in a range of token ids: the first id, and the mass between it and the point.
+struct PointInRange {
+    int first_id;
+    unsigned long long point;
+};
+
+// Returns the point in the range of the warp whose range contains it. Every thread gets the same result.
+// `masses` are the masses of the warps' ranges, and `first_id` is the first id of this warp's range.
+// `memory` is in shared memory.
+__device__ __forceinline__ PointInRange find_range(unsigned long long point, const RangeMasses& masses, int first_id,
+                                                   PointInRange& memory) {
+    if (threadIdx.x % 32 == 0 && masses.before <= point && point < masses.before + masses.own)  // true in one thread
+        memory = {first_id, point - masses.before};
+    __syncthreads();
+    return memory;
+}
+
+// Returns the first token at which the cumulative mass from `from.first_id` on exceeds `from.point`.
+// The lanes of a warp call this function together. The lane that finds the token returns it, others return NO_TOKEN.
+__device__ __forceinline__ uint32_t token_at(const Row& row, const KeptTokens& kept, const PointInRange& from) {
+    unsigned long long point = from.point;
+    for (int base = from.first_id;; base += 128) {
+        const int id = base + 4 * (threadIdx.x % 32);
+        const float4 v = row.load(id);
+        const unsigned long long masses[4] = {kept.mass(row, key_of(v.x)), kept.mass(row, key_of(v.y)),
+                                              kept.mass(row, key_of(v.z)), kept.mass(row, key_of(v.w))};
         const unsigned long long lane_mass = masses[0] + masses[1] + masses[2] + masses[3];
         const unsigned long long sum = warp_prefix_sum(lane_mass);
         const unsigned long long all = __shfl_sync(ALL_LANES, sum, 31);
         if (point < all) {
+            uint32_t token = NO_TOKEN;
             unsigned long long reached = sum - lane_mass;
             for (int i = 0; i < 4; ++i) {
-                if (reached <= point && point < reached + masses[i]) choose(id + i);
+                if (reached <= point && point < reached + masses[i]) token = id + i;
                 reached += masses[i];
             }
-            return;
+            return token;
         }
         point -= all;
     }
+}
+
+// Adds up the masses of the row's blocks. `block_mass` is the mass of this block.
+// After this call, the blocks no longer need each other.
+template <int BLOCKS> __device__ __forceinline__ BlockMasses sum_blocks(unsigned long long block_mass, int rank) {
+    __shared__ unsigned long long own;
+    if (threadIdx.x == 0) own = block_mass;
+    sync_row<BLOCKS>();
+    BlockMasses masses{0, 0};
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+        if (i == rank) masses.before = masses.all;
+        masses.all += *in_block_of_row<BLOCKS>(&own, i);
+    }
+    sync_row<BLOCKS>();
+    return masses;
+}
+
+template <int BLOCKS>
+__device__ void sample_row(const float* logits, const uint32_t* param_words, uint32_t* tokens,
+                           volatile uint32_t* mailbox, int vocab) {
+    __shared__ alignas(16) unsigned long long warps[32];  // aligned, so that one instruction can load two values
+    __shared__ CutoffMemory cutoff_memory;
+    __shared__ Extremes extremes;
+    __shared__ PointInRange point_in_range;
+    const int row_index = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS;
+    const SamplingKernelParams params =
+        *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)row_index * SAMPLE_PARAM_WORDS);
+    const auto choose = [&](uint32_t token) {
+        tokens[row_index] = token;
+        if (mailbox != nullptr) mailbox[row_index] = token == NO_TOKEN ? MAILBOX_NO_TOKEN : token + 1;
+    };
+    const int block_ids = (vocab + 4 * BLOCKS - 1) / (4 * BLOCKS) * 4, start = min(rank * block_ids, vocab);
+    Row row{logits + (size_t)row_index * vocab,      vocab, start, min(start + block_ids, vocab), 0.0f,
+            1.0f / fmaxf(params.temperature, 1e-6f), 0,     0.0f};
+
+    // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
+    find_extremes<BLOCKS>(row, extremes);
+    // Among equal keys, the first block has the lowest token id.
+    const KeyAndToken top = of_all_blocks<BLOCKS>(&extremes.top, [](const KeyAndToken& a, const KeyAndToken& b) {
+        return a.key >= b.key ? a : b;
+    });
+    if (top.key <= sort_key(-INFINITY) || params.temperature == 0.0f) {
+        if (rank == 0 && threadIdx.x == 0) choose(top.key <= sort_key(-INFINITY) ? NO_TOKEN : top.token);
+        sync_row<BLOCKS>();
+        return;
+    }
+    row.top = top.key, row.best = from_sort_key(top.key);
+    const uint32_t bottom = of_all_blocks<BLOCKS>(&extremes.bottom, [](uint32_t a, uint32_t b) { return min(a, b); });
+    row.set_bins(from_sort_key(bottom));
+
+    // 2. Find the tokens that top-k, top-p and min-p keep.
+    const KeptTokens kept = kept_tokens<BLOCKS>(row, params, cutoff_memory, warps);
+
+    // 3. Draw a random point below the total mass. The first token whose cumulative mass exceeds the point is chosen.
+    // Each block has a contiguous range of ids, and each of its warps has a contiguous part of this range, so that the
+    // cumulative mass follows the order of the ids.
+    constexpr int WARPS = SAMPLE_THREADS / 32;
+    const int warp = threadIdx.x / 32;
+    const int small =
+        (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // the ids in a small range of step 4
+    const int first_id = row.start + warp * WARPS * small;
+    const RangeMasses masses = range_masses(row, kept, first_id, WARPS * small, warps);
+    const BlockMasses blocks = sum_blocks<BLOCKS>(masses.all, rank);
+    const unsigned long long point = random_point(params, params.sampled_before, blocks.all);
+
+    // 4. Find the token. The block whose range contains the point divides the part that contains it into small ranges,
+    // one per warp. Its first warp searches the small range that contains the point.
+    if (point < blocks.before || point - blocks.before >= masses.all) return;
+    const PointInRange range = find_range(point - blocks.before, masses, first_id, point_in_range);
+    const int small_id = range.first_id + warp * small;
+    const RangeMasses small_masses = range_masses(row, kept, small_id, small, warps);
+    const PointInRange small_range = find_range(range.point, small_masses, small_id, point_in_range);
+    if (warp > 0) return;
+    const uint32_t token = token_at(row, kept, small_range);
+    if (token != NO_TOKEN) choose(token);
 }
 
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)

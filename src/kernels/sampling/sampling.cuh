@@ -1,5 +1,4 @@
-// Code that the sampling kernels share: parameters, penalties, random numbers, a warp maximum, a prefix sum,
-// and a part of the search for the top-k and top-p cutoffs.
+// Code that the sampling kernels share: parameters, penalties, random numbers, a warp maximum and a prefix sum.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -7,7 +6,7 @@
 
 // The unnormalized probability mass of the most likely token. Masses are integers, so their sum does not depend on the
 // order of the additions. The sum of the masses of fewer than 2^24 tokens fits in 64 bits.
-constexpr float UNIT = 1099511627776.0f;  // 2^40
+constexpr float TOP_MASS = 1099511627776.0f;  // 2^40
 
 struct SamplingKernelParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
@@ -42,6 +41,18 @@ __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;  // 2^53
 }
 
+// Returns a random integer below `mass`, or 0 if `mass` is 0. `drawn` is the number of earlier draws of the sequence.
+__device__ __forceinline__ unsigned long long random_point(const SamplingKernelParams& params, uint32_t drawn,
+                                                           unsigned long long mass) {
+    const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
+    return min((unsigned long long)(uniform(seed, drawn) * (double)mass), mass - 1);
+}
+
+// The probability mass of the blocks with lower token ids than this block, and of all blocks.
+struct BlockMasses {
+    unsigned long long before, all;
+};
+
 // Returns the largest key of the warp. All lanes get the result.
 __device__ __forceinline__ unsigned long long warp_largest(unsigned long long key) {
     for (int offset = 16; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
@@ -59,35 +70,4 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
     unsigned long long before = 0;
     for (int w = 0; w < warp; ++w) before += warps[w];
     return value + before;
-}
-
-// Ends a round of `threshold` (decode/sample.cu, sample_rows.cu), which has filled the bins with masses or counts.
-// `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
-// If `sets_target` and BY_MASS are true, first sets `target` to the fraction `share` of the total mass.
-// Adds up the bins from the highest down, and chooses the bin at which the sum reaches `target`.
-// Appends the number of this bin, the next eight bits of the sort key, to `prefix`.
-// Subtracts the sum of all bins above the chosen bin from `target`.
-// If the sum of all bins is below `target`, chooses bin 0 and sets `target` to 0.
-template <bool BY_MASS>
-__device__ __forceinline__ void choose_bin(unsigned long long value, bool sets_target, float share,
-                                           unsigned long long& target, uint32_t& prefix, unsigned long long* warps) {
-    __shared__ uint32_t chosen;
-    __shared__ unsigned long long rest;
-    const int bin = SAMPLE_BINS - 1 - threadIdx.x;
-    const unsigned long long sum = inclusive_scan(value, warps);
-    if (sets_target && BY_MASS) {
-        // In the last thread with a bin, `sum` is the total mass.
-        if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
-        __syncthreads();
-        target = rest;
-        __syncthreads();  // wait before `rest` is overwritten below
-    }
-    if (threadIdx.x == 0) chosen = 0, rest = 0;
-    __syncthreads();
-    if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
-    // If the target is 0, choose the highest bin that is not empty.
-    if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
-    __syncthreads();
-    prefix = prefix << 8 | chosen, target = rest;
-    __syncthreads();
 }
