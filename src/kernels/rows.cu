@@ -1,4 +1,5 @@
 // Embedding lookup, bias and soft cap.
+#include "headers/activation.cuh"
 #include "headers/common.cuh"
 
 // Looks up rows of an embedding table: out[t] = scale · table[ids[t]].
@@ -36,5 +37,5 @@ extern "C" __global__ void add_bias(const float* y, const float* bias, float* ou
 //   bytes moved: 8 · n
 extern "C" __global__ void soft_cap(const float* x, float* out, int n, float cap) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = cap * tanhf(x[i] / cap);
+    if (i < n) out[i] = soft_capped(x[i], cap);
 }

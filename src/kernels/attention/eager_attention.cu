@@ -18,6 +18,7 @@
 //     Each query head reads the keys and values of its KV head, even if other query heads share this KV head.
 #include "attention/paged.cuh"
 #include "constants.cuh"
+#include "headers/activation.cuh"
 #include "headers/common.cuh"
 
 constexpr int MAX_LANE_DIMS = EAGER_MAX_HEAD_DIM / 32;
@@ -50,7 +51,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
             if (d < head_dim) score += query[i] * to_float(k[row + d]);
         }
         score = warp_sum(score);
-        if (softcap > 0.0f) score = softcap * tanhf(score / softcap);
+        if (softcap > 0.0f) score = soft_capped(score, softcap);
         const float new_top = fmaxf(top, score);
         const float keep = expf(top - new_top), weight = expf(score - new_top);
         total = total * keep + weight;

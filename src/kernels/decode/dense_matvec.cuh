@@ -12,15 +12,6 @@
 // DENSE_DEPTH_2 is for units of two rows, and DENSE_DEPTH_1 is for units of one row. Both keep six loads in flight.
 constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 
-template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair);
-template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
-    // The bits of a bf16 value are the high half of the bits of the same f32 value.
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
-
 // Returns `sum` plus the dot product of a segment of weights (`w`) and eight inputs (`a` and `b`).
 template <typename T> __device__ __forceinline__ float dot8(uint4 w, float4 a, float4 b, float sum) {
     const float2 w0 = unpack<T>(w.x), w1 = unpack<T>(w.y), w2 = unpack<T>(w.z), w3 = unpack<T>(w.w);

@@ -4,10 +4,8 @@
 // If several ranks divide the vocabulary, decode_greedy chooses from the largest logits of all ranks.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
+#include "headers/activation.cuh"
 #include "headers/pdl.cuh"
-
-// Returns cap · tanh(x / cap), or x if cap is 0.
-__device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 // The largest of the offered logits, and its token. If logits are equal, the lowest token id wins. NaN never wins.
 // Callers initialize it with -inf and NO_TOKEN, which is larger than every token id.
@@ -46,7 +44,7 @@ __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (2 * unit + r >= vocab) break;
-            const float logit = soft_capped(sum[r] * scale, softcap);
+            const float dot = sum[r] * scale, logit = softcap > 0.0f ? soft_capped(dot, softcap) : dot;
             logits[2 * unit + r] = logit;
             own.offer(logit, first_token + 2 * unit + r);
         }

@@ -1,4 +1,4 @@
-// Activation functions.
+// Activation functions and the soft cap.
 #pragma once
 #include "constants.cuh"
 
@@ -13,6 +13,10 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
+
+// Returns cap · tanh(x / cap), the soft cap of attention scores and logits. Without a soft cap, `cap` is 0, and callers
+// must not call this function.
+__device__ __forceinline__ float soft_capped(float x, float cap) { return cap * tanhf(x / cap); }
 
 // Clamps the gate to at most `limit`, and the up value to -limit..limit, as in the clamped SwiGLU of gpt-oss.
 // NaN stays NaN, as in torch.clamp.

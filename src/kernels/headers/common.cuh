@@ -25,9 +25,13 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(f
 }
 
 // Converts the two 16-bit values of type T in `word` to f32, the lower half first.
-template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
-    const T* halves = reinterpret_cast<const T*>(&word);
-    return make_float2(to_float(halves[0]), to_float(halves[1]));
+template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word);
+template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t word) {
+    // The bits of a bf16 value are the high half of the bits of the equal f32 value.
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t word) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
