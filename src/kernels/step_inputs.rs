@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
+use super::launch::{Arguments, HostWordRange, Launch, LaunchShape, module};
 
 /// What to write to the input buffer of a step. The buffer holds `ids`, then `words`, then further words,
 /// which keep their values from step to step unless `changes` sets them.
@@ -41,16 +41,10 @@ impl StepInputs {
     /// Queues a kernel that writes the inputs to `inputs`, a contiguous u32 vector.
     /// `tokens` are the tokens that the previous step chose: a u32 vector.
     ///
-    /// If the description fits in `range` of `host`, writes it there without waiting for earlier steps.
+    /// If the description fits in `range`, writes it there without waiting for earlier steps.
     /// The caller must then leave the range unchanged until the kernel has ended.
     /// If the description does not fit, copies it to the device, which may wait for earlier steps.
-    pub fn write(
-        &self,
-        inputs: &Tensor,
-        tokens: &Tensor,
-        host: &Arc<HostWords>,
-        range: std::ops::Range<usize>,
-    ) -> Result<()> {
+    pub fn write(&self, inputs: &Tensor, tokens: &Tensor, range: HostWordRange) -> Result<()> {
         let (rows, others, changes) = (self.ids.len(), self.words.len(), self.changes.len());
         let (total, available) = (inputs.dims1()?, tokens.dims1()?);
         let Device::Cuda(device) = inputs.device() else { return super::unsupported("set_step_inputs", inputs) };
@@ -66,9 +60,9 @@ impl StepInputs {
             );
         }
         let description = self.description();
-        let arguments = if description.len() <= range.len() {
-            host.write(range.start, &description);
-            Arguments::new().host_words(host, range.start)
+        let arguments = if range.has_room_for(description.len()) {
+            range.write(&description);
+            Arguments::new().host_words(&range)
         } else {
             Arguments::new().tensor(&Tensor::new(description, inputs.device())?)?
         };

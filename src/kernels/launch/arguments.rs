@@ -8,8 +8,8 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::{Result, Storage, Tensor, bail};
 
-use super::host_words::HostWords;
-use super::mailbox::HostMailbox;
+use super::host_words::{HostWordRange, HostWords};
+use super::mailbox::{HostMailbox, MailboxSlots};
 
 /// Returns the device address of a tensor's first element.
 /// Fails if the tensor is not contiguous, is not on a GPU, or has a dtype that no kernel supports.
@@ -124,17 +124,17 @@ impl Arguments {
         self
     }
 
-    /// Adds the address of slot `first` of a mailbox, or a null address for `None`.
-    pub fn mailbox_from(mut self, mailbox: Option<(&Arc<HostMailbox>, usize)>) -> Self {
-        self.args.push(Arg::Address(mailbox.map_or(0, |(mailbox, first)| mailbox.address(first))));
-        self.memory.mailboxes.extend(mailbox.map(|(mailbox, _)| mailbox.clone()));
+    /// Adds the address of the first of these mailbox slots, or a null address for `None`.
+    pub fn mailbox_slots(mut self, slots: Option<MailboxSlots>) -> Self {
+        self.args.push(Arg::Address(slots.map_or(0, |slots| slots.mailbox.address(slots.first))));
+        self.memory.mailboxes.extend(slots.map(|slots| slots.mailbox.clone()));
         self
     }
 
-    /// Adds the device address of word `first` of `words`.
-    pub fn host_words(mut self, words: &Arc<HostWords>, first: usize) -> Self {
-        self.args.push(Arg::Address(words.address(first)));
-        self.memory.host_words.push(words.clone());
+    /// Adds the device address of the first word of `range`.
+    pub fn host_words(mut self, range: &HostWordRange) -> Self {
+        self.args.push(Arg::Address(range.address()));
+        self.memory.host_words.push(range.words.clone());
         self
     }
 

@@ -1,5 +1,6 @@
 //! u32 words in host memory that the host and running kernels can both read and write.
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -53,17 +54,41 @@ impl HostWords {
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), self.count) }
     }
 
-    /// Writes `values` to the words, starting at word `first`. Kernels that are queued later see these values.
-    pub fn write(&self, first: usize, values: &[u32]) {
-        for (word, &value) in self.words()[first..first + values.len()].iter().zip(values) {
-            word.store(value, Ordering::Relaxed);
-        }
+    /// Returns the words with the indices in `range`.
+    pub fn range(self: &Arc<Self>, range: Range<usize>) -> HostWordRange<'_> {
+        assert!(range.end <= self.count, "words {range:?} are out of range for {} words", self.count);
+        HostWordRange { words: self, range }
     }
 
     /// Returns the address through which kernels access a word.
     pub fn address(&self, word: usize) -> u64 {
         assert!(word <= self.count, "word {word} is out of range for {} words", self.count);
         self.words.as_ptr() as u64 + (word * size_of::<u32>()) as u64
+    }
+}
+
+/// A range of [`HostWords`]. The host writes to the first words of the range, and a kernel reads them.
+pub struct HostWordRange<'w> {
+    pub(super) words: &'w Arc<HostWords>,
+    range: Range<usize>,
+}
+
+impl HostWordRange<'_> {
+    /// Returns whether the range has at least `count` words.
+    pub fn has_room_for(&self, count: usize) -> bool {
+        count <= self.range.len()
+    }
+
+    /// Writes `values` to the first words of the range. Kernels that are queued later see these values.
+    pub fn write(&self, values: &[u32]) {
+        for (word, &value) in self.words.words()[self.range.clone()][..values.len()].iter().zip(values) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the address through which kernels access the first word.
+    pub(super) fn address(&self) -> u64 {
+        self.words.address(self.range.start)
     }
 }
 

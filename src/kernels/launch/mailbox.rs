@@ -64,8 +64,27 @@ impl HostMailbox {
         self.slots.len()
     }
 
+    /// Returns the slots from slot `first` on.
+    pub fn slots_from(self: &Arc<Self>, first: usize) -> MailboxSlots<'_> {
+        MailboxSlots { mailbox: self, first }
+    }
+
     /// Returns the address through which kernels access a slot.
     pub(super) fn address(&self, slot: usize) -> u64 {
         self.slots.address(slot)
+    }
+}
+
+/// The slots of a mailbox from slot `first` on. A kernel writes to the first of these slots.
+#[derive(Clone, Copy)]
+pub struct MailboxSlots<'m> {
+    pub(super) mailbox: &'m Arc<HostMailbox>,
+    pub(super) first: usize,
+}
+
+impl MailboxSlots<'_> {
+    /// Returns whether there are at least `count` slots.
+    pub fn has_room_for(&self, count: usize) -> bool {
+        self.first + count <= self.mailbox.slots()
     }
 }

@@ -1,11 +1,9 @@
 //! Greedy sampling from candidates for the largest logit of each row (`best_logits.cu`).
 
-use std::sync::Arc;
-
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::constants::{BEST_LOGITS_BLOCKS, BEST_LOGITS_CANDIDATES, BEST_LOGITS_THREADS};
-use crate::kernels::launch::{Arguments, HostMailbox, Launch, LaunchShape, module};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, MailboxSlots, module};
 use crate::kernels::scratch;
 
 /// The number of columns that [`best_logits`] returns: a logit and a token id for each candidate.
@@ -51,14 +49,14 @@ pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {
 ///
 /// `best` contains candidates from [`best_logits`] or [`matmul_best`](crate::kernels::matmul::matmul_best).
 /// If several GPUs found candidates, the columns of all GPUs are side by side.
-/// The kernel writes the tokens to `tokens` and `mailbox`, like [`queue_rows`](super::queue_rows).
-pub fn queue_best(best: &Tensor, tokens: &Tensor, (mailbox, first_slot): (&Arc<HostMailbox>, usize)) -> Result<()> {
+/// The kernel writes the tokens to `tokens` and `slots`, like [`queue_rows`](super::queue_rows).
+pub fn queue_best(best: &Tensor, tokens: &Tensor, slots: MailboxSlots) -> Result<()> {
     let (rows, columns) = best.dims2()?;
     let Device::Cuda(device) = best.device() else {
         return crate::kernels::unsupported("queue_best", best);
     };
     let is_valid = best.dtype() == DType::F32 && rows > 0 && columns.is_multiple_of(2);
-    let fits = tokens.dims1()? >= rows && mailbox.slots() >= first_slot + rows && tokens.dtype() == DType::U32;
+    let fits = tokens.dims1()? >= rows && slots.has_room_for(rows) && tokens.dtype() == DType::U32;
     if !is_valid || !fits {
         bail!(
             "cannot choose tokens: expected F32 rows of logits and token ids, and U32 tokens and buffers for each row, \
@@ -68,9 +66,9 @@ pub fn queue_best(best: &Tensor, tokens: &Tensor, (mailbox, first_slot): (&Arc<H
             tokens.shape()
         );
     }
-    let arguments = Arguments::new().tensor(best)?.tensor(tokens)?.mailbox_from(Some((mailbox, first_slot)));
+    let arguments = Arguments::new().tensor(best)?.tensor(tokens)?.mailbox_slots(Some(slots));
     let launch =
         Launch::new(module!("best_logits"), "choose_best", LaunchShape::linear(rows, 32), arguments.int(columns / 2));
-    // SAFETY: the dtypes are checked above, and `tokens` and `mailbox` have room for all rows.
+    // SAFETY: the dtypes are checked above, and `tokens` and `slots` have room for all rows.
     unsafe { launch.enqueue(device) }
 }

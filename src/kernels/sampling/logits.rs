@@ -1,13 +1,11 @@
 //! Edits and masks logits before a token is chosen, and computes log probabilities (`logits.cu`).
 
-use std::sync::Arc;
-
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::token_mask::TokenMask;
 use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAX_LOGPROBS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, HostMailbox, HostWords, Launch, LaunchShape, module};
+use crate::kernels::launch::{Arguments, HostMailbox, HostWordRange, Launch, LaunchShape, MailboxSlots, module};
 
 /// A value to add to one logit, such as a logit bias.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -118,30 +116,29 @@ pub struct LogprobsRow {
     pub count: usize,
 }
 
-/// Queues a kernel that computes log probabilities as [`top_logprobs`] does, and sends them to `mailbox`.
+/// Queues a kernel that computes log probabilities as [`top_logprobs`] does, and sends them to a mailbox.
 /// Does not wait for the kernel.
 ///
 /// `logits` is f32 and has one column per token of the vocabulary. `tokens`, u32, holds the chosen tokens.
-/// The log probabilities of entry i of `rows` take `LOGPROBS_SLOTS` slots of the mailbox, starting at
-/// `first_slot + i · LOGPROBS_SLOTS`. [`take_logprobs`] reads these slots.
+/// Each entry of `rows`, in order, takes the next `LOGPROBS_SLOTS` slots of `slots`. [`take_logprobs`] reads them.
 ///
-/// Writes a description of `rows` to words of `host`, starting at `first_word`. The kernel reads these words.
-/// The caller must leave these words unchanged until all log probabilities have arrived.
+/// Writes a description of `rows` to `description`. The kernel reads it there.
+/// The caller must leave `description` unchanged until all log probabilities have arrived.
 pub fn send_logprobs(
     logits: &Tensor,
     rows: &[LogprobsRow],
     tokens: &Tensor,
-    (mailbox, first_slot): (&Arc<HostMailbox>, usize),
-    (host, first_word): (&Arc<HostWords>, usize),
+    slots: MailboxSlots,
+    description: HostWordRange,
 ) -> Result<()> {
     let (device, count, vocab) = check(logits)?;
     let available = tokens.dims1()?;
     let is_valid =
         |row: &LogprobsRow| row.row < count && row.token < available && row.count <= vocab && row.count <= MAX_LOGPROBS;
-    let description =
+    let words_of =
         |row: &LogprobsRow| -> [u32; LOGPROBS_ROW_WORDS] { [row.row as u32, row.token as u32, row.count as u32] };
-    let words: Vec<u32> = rows.iter().flat_map(description).collect();
-    let fits = mailbox.slots() >= first_slot + rows.len() * LOGPROBS_SLOTS && host.len() >= first_word + words.len();
+    let words: Vec<u32> = rows.iter().flat_map(words_of).collect();
+    let fits = slots.has_room_for(rows.len() * LOGPROBS_SLOTS) && description.has_room_for(words.len());
     if !rows.iter().all(is_valid) || !fits || tokens.dtype() != DType::U32 || vocab == 0 {
         bail!(
             "cannot compute log probabilities: {rows:?} do not match logits {:?} or do not fit in the buffers",
@@ -151,13 +148,9 @@ pub fn send_logprobs(
     if rows.is_empty() {
         return Ok(());
     }
-    host.write(first_word, &words);
-    let arguments = Arguments::new()
-        .tensor(logits)?
-        .host_words(host, first_word)
-        .tensor(tokens)?
-        .mailbox_from(Some((mailbox, first_slot)))
-        .int(vocab);
+    description.write(&words);
+    let arguments =
+        Arguments::new().tensor(logits)?.host_words(&description).tensor(tokens)?.mailbox_slots(Some(slots)).int(vocab);
     let shape = LaunchShape::linear(rows.len(), SAMPLE_THREADS);
     // SAFETY: rows, tokens and counts are checked above, and the buffers have room for all rows.
     unsafe { Launch::new(module!("logits"), "send_logprobs", shape, arguments).enqueue(device) }

@@ -5,18 +5,16 @@
 
 #[cfg(feature = "cuda")]
 use std::collections::HashSet;
-#[cfg(feature = "cuda")]
-use std::ops::Range;
-#[cfg(feature = "cuda")]
-use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 #[cfg(feature = "cuda")]
-use crate::kernels::constants::{ROW_EDITS_THREADS, ROW_EDITS_WORDS};
+use super::DeviceSampling;
 #[cfg(feature = "cuda")]
-use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, module};
+use crate::kernels::constants::{ROW_EDITS_THREADS, ROW_EDITS_WORDS, SAMPLE_PARAM_WORDS};
+#[cfg(feature = "cuda")]
+use crate::kernels::launch::{Arguments, HostWordRange, Launch, LaunchShape, module};
 
 /// The penalties on the logits of tokens that have appeared in the prompt or the completion.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -115,16 +113,11 @@ pub struct EditedRow<'e> {
 /// `tokens`, u32, holds the tokens of the previous step.
 /// [`NO_TOKEN`](crate::kernels::constants::NO_TOKEN) at a row's `in_flight` index means that no token is in flight.
 ///
-/// If the encoded edits fit in `range` of `host`, the call writes them there without waiting for earlier steps,
+/// If the encoded edits fit in `range`, the call writes them there without waiting for earlier steps,
 /// and the kernel reads them there. The caller must leave the range unchanged until the kernel has ended.
 /// If they do not fit, the call copies them to the device, and may wait for earlier steps.
 #[cfg(feature = "cuda")]
-pub fn edit_rows(
-    logits: &Tensor,
-    rows: &[EditedRow],
-    tokens: &Tensor,
-    (host, range): (&Arc<HostWords>, Range<usize>),
-) -> Result<()> {
+pub fn edit_rows(logits: &Tensor, rows: &[EditedRow], tokens: &Tensor, range: HostWordRange) -> Result<()> {
     let (count, vocab) = logits.dims2()?;
     let Device::Cuda(device) = logits.device() else { return crate::kernels::unsupported("edit_rows", logits) };
     let available = tokens.dims1()?;
@@ -147,9 +140,9 @@ pub fn edit_rows(
     }
     let description = description(rows, vocab);
     let arguments = Arguments::new().tensor(logits)?.tensor(tokens)?;
-    let arguments = if description.len() <= range.len() {
-        host.write(range.start, &description);
-        arguments.host_words(host, range.start)
+    let arguments = if range.has_room_for(description.len()) {
+        range.write(&description);
+        arguments.host_words(&range)
     } else {
         arguments.tensor(&Tensor::new(description, logits.device())?)?
     };
@@ -157,7 +150,7 @@ pub fn edit_rows(
     let launch = Launch::new(module!("row_edits"), "edit_rows", shape, arguments.int(vocab));
     // SAFETY: the dtypes and shapes are checked above, and `is_valid` has checked every row and its index into `tokens`.
     // `description` contains only tokens of the vocabulary, and the kernel ignores a token in flight outside it.
-    // The caller does not change the range of `host` until the kernel has ended.
+    // The caller does not change the words of `range` until the kernel has ended.
     unsafe { launch.enqueue(device) }
 }
 
@@ -187,4 +180,36 @@ fn description(rows: &[EditedRow], vocab: usize) -> Vec<u32> {
         words[index * ROW_EDITS_WORDS..][..ROW_EDITS_WORDS].copy_from_slice(&header);
     }
     words
+}
+
+/// Queues a kernel that applies the penalties of `rows` to `logits`, f32 `[rows, vocab]`, in place.
+/// Ignores tokens outside the vocabulary.
+///
+/// `params`, u32, has one row of words for each of `rows`: those of its `SamplingKernelParams`.
+#[cfg(feature = "cuda")]
+pub(super) fn apply_penalties(logits: &Tensor, params: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<()> {
+    let (count, vocab) = logits.dims2()?;
+    let Device::Cuda(device) = logits.device() else { return crate::kernels::unsupported("apply_penalties", logits) };
+    let is_valid = rows.len() == count && params.dims() == [count, SAMPLE_PARAM_WORDS];
+    if !is_valid || (logits.dtype(), params.dtype()) != (DType::F32, DType::U32) {
+        bail!("cannot apply penalties: logits {:?} do not match parameters {:?}", logits.shape(), params.shape());
+    }
+    let mut seen = Vec::new();
+    for (row, sampling) in rows.iter().enumerate() {
+        for &(token, generated) in
+            sampling.iter().flat_map(|sampling| &sampling.seen).filter(|seen| (seen.0 as usize) < vocab)
+        {
+            seen.extend([row as u32, token, generated]);
+        }
+    }
+    if seen.is_empty() {
+        return Ok(());
+    }
+    let entries = seen.len() / 3;
+    let seen = Tensor::from_vec(seen, (entries, 3), logits.device())?;
+    let arguments = Arguments::new().tensor(logits)?.tensor(params)?.tensor(&seen)?.int(entries).int(vocab);
+    let shape = LaunchShape::one_thread_each(entries);
+    // SAFETY: shapes and dtypes are checked above. The row and the token of every entry are within the bounds of
+    // `logits`.
+    unsafe { Launch::new(module!("row_edits"), "apply_penalties", shape, arguments).enqueue(device) }
 }

@@ -1,14 +1,13 @@
 //! Samples one token from each row of logits (`sample_rows.cu`).
 
-use std::sync::Arc;
-
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::row_edits::apply_penalties;
 use super::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::constants::{NO_TOKEN, SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
 use crate::kernels::launch::{
-    Arguments, HostMailbox, HostWords, Launch, LaunchShape, address, module, multiprocessors, runs_hopper_code,
+    Arguments, HostWordRange, Launch, LaunchShape, MailboxSlots, address, module, multiprocessors, runs_hopper_code,
 };
 
 /// Samples a token from each row of `logits`, f32 `[rows, vocab]`, and waits for the tokens.
@@ -18,30 +17,16 @@ use crate::kernels::launch::{
 /// The result of a row is `None` if every logit in the row is NaN or -inf.
 pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<Vec<Option<u32>>> {
     let (device, count, vocab) = check(logits, rows.len())?;
-    let mut words = Vec::with_capacity(count * SAMPLE_PARAM_WORDS);
-    let mut seen = Vec::new();
-    for (row, sampling) in rows.iter().enumerate() {
-        let params = sampling.as_ref().map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
-        words.extend(params.words());
-        for &(token, generated) in
-            sampling.iter().flat_map(|sampling| &sampling.seen).filter(|seen| (seen.0 as usize) < vocab)
-        {
-            seen.extend([row as u32, token, generated]);
-        }
-    }
+    let params_of = |row: &Option<DeviceSampling>| match row {
+        Some(sampling) => sampling.params.words(),
+        None => SamplingKernelParams::greedy().words(),
+    };
+    let words: Vec<u32> = rows.iter().flat_map(params_of).collect();
     let params = Tensor::from_vec(words, (count, SAMPLE_PARAM_WORDS), logits.device())?;
-    if !seen.is_empty() {
-        let entries = seen.len() / 3;
-        let seen = Tensor::from_vec(seen, (entries, 3), logits.device())?;
-        let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&seen)?.int(entries).int(vocab);
-        let shape = LaunchShape::one_thread_each(entries);
-        // SAFETY: shapes and dtypes are checked above.
-        // The row and the token of every entry are within the bounds of `logits`.
-        unsafe { Launch::new(module!("row_edits"), "apply_penalties", shape, arguments).enqueue(device)? };
-    }
+    apply_penalties(logits, &params, rows)?;
     // SAFETY: the kernel writes every element of `tokens`.
     let tokens = unsafe { Tensor::empty(count, DType::U32, logits.device())? };
-    let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&tokens)?.mailbox_from(None).int(vocab);
+    let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&tokens)?.mailbox_slots(None).int(vocab);
     enqueue_sampling(device, count, arguments)?;
     let tokens: Vec<u32> = tokens.to_vec1()?;
     Ok(tokens.into_iter().map(|token| (token != NO_TOKEN).then_some(token)).collect())
@@ -50,36 +35,31 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
 /// Queues a kernel that samples a token from each row of `logits`, f32 `[rows, vocab]`. Does not wait for the tokens.
 ///
 /// The kernel writes the tokens to the first elements of `tokens`, which is u32.
-/// The kernel also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to `mailbox`.
-/// The mailbox slots of the tokens start at `first_slot`.
+/// The kernel also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to the first of `slots`.
 ///
-/// Writes the parameters to words of `host`, starting at `first_word`. The kernel reads these words.
-/// The caller must leave these parameter words unchanged until the tokens are in `mailbox`.
+/// Writes the parameters to `params`. The kernel reads them there.
+/// The caller must leave `params` unchanged until the tokens are in their slots.
 ///
 /// Ignores the penalties in `rows`. If a row has penalties, [`edit_rows`](super::edit_rows) must apply them first.
 pub fn queue_rows(
     logits: &Tensor,
     rows: &[SamplingKernelParams],
     tokens: &Tensor,
-    (mailbox, first_slot): (&Arc<HostMailbox>, usize),
-    (host, first_word): (&Arc<HostWords>, usize),
+    slots: MailboxSlots,
+    params: HostWordRange,
 ) -> Result<()> {
     let (device, count, vocab) = check(logits, rows.len())?;
     let words: Vec<u32> = rows.iter().flat_map(SamplingKernelParams::words).collect();
-    let is_too_small = tokens.dims1()? < count || mailbox.slots() < first_slot + count;
-    if is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
+    let is_too_small = tokens.dims1()? < count || !slots.has_room_for(count) || !params.has_room_for(words.len());
+    if is_too_small || tokens.dtype() != DType::U32 {
         bail!(
             "cannot sample: tokens of shape {:?} are not U32, or a buffer has no room for {count} rows",
             tokens.shape()
         );
     }
-    host.write(first_word, &words);
-    let arguments = Arguments::new()
-        .tensor(logits)?
-        .host_words(host, first_word)
-        .tensor(tokens)?
-        .mailbox_from(Some((mailbox, first_slot)))
-        .int(vocab);
+    params.write(&words);
+    let arguments =
+        Arguments::new().tensor(logits)?.host_words(&params).tensor(tokens)?.mailbox_slots(Some(slots)).int(vocab);
     enqueue_sampling(device, count, arguments)
 }
 

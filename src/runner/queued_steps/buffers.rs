@@ -96,7 +96,7 @@ impl QueuedStepBuffers {
     /// which count the step.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
         let start = self.steps % SLOTS * SLOT_WORDS;
-        Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)
+        Ok(inputs.write(target, &self.tokens, self.host.range(start..start + INPUT_WORDS))?)
     }
 
     /// Counts a step that writes no tokens to `tokens`, so that no later step can read them there.
@@ -118,17 +118,19 @@ impl QueuedStepBuffers {
         }
         let (unedited, logprobs) = rows_with_logprobs(samplings, logits)?;
         let (logprobs_word, edit_word) = (word + PARAM_WORDS, word + PARAM_WORDS + LOGPROBS_WORDS);
-        edit_rows(logits, &edited, &self.tokens, (&self.host, edit_word..edit_word + EDIT_WORDS))?;
-        queue_rows(logits, &params, &self.tokens, (&self.mailbox, slot), (&self.host, word))?;
-        let logprobs_mailbox = (&self.logprobs, slot * LOGPROBS_SLOTS);
-        send_logprobs(&unedited, &logprobs, &self.tokens, logprobs_mailbox, (&self.host, logprobs_word))?;
+        edit_rows(logits, &edited, &self.tokens, self.host.range(edit_word..edit_word + EDIT_WORDS))?;
+        let param_range = self.host.range(word..logprobs_word);
+        queue_rows(logits, &params, &self.tokens, self.mailbox.slots_from(slot), param_range)?;
+        let logprobs_range = self.host.range(logprobs_word..edit_word);
+        let logprobs_slots = self.logprobs.slots_from(slot * LOGPROBS_SLOTS);
+        send_logprobs(&unedited, &logprobs, &self.tokens, logprobs_slots, logprobs_range)?;
         Ok(self.count(samplings))
     }
 
     /// Queues the choice of the token with the largest logit in each row of `best` (see [`queue_best`]).
     /// Row i belongs to entry i of `samplings`. Returns the index of the step.
     pub fn choose_best(&mut self, samplings: &[RowSampling], best: &Tensor) -> Result<usize> {
-        queue_best(best, &self.tokens, (&self.mailbox, self.steps % DEPTH * MAX_SEQUENCES))?;
+        queue_best(best, &self.tokens, self.mailbox.slots_from(self.steps % DEPTH * MAX_SEQUENCES))?;
         Ok(self.count(samplings))
     }
 

@@ -151,7 +151,7 @@ fn kernels_for_logits_also_find_the_largest_logits() {
                     assert!(values(&logits).into_iter().zip(expected).all(is_same), "{what}, skips_logits = {skips}");
                     let chosen = Tensor::zeros(tokens, DType::U32, &device).unwrap();
                     let mailbox = HostMailbox::new(cuda, tokens).unwrap();
-                    queue_best(best, &chosen, (&mailbox, 0)).unwrap();
+                    queue_best(best, &chosen, mailbox.slots_from(0)).unwrap();
                     let lowest_id_of_largest = |row: Vec<f32>| {
                         let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                         let id = row.iter().position(|&logit| logit == largest);

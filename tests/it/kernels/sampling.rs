@@ -97,7 +97,7 @@ fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
             .unwrap();
         let tokens = Tensor::zeros(rows, DType::U32, &device).unwrap();
         let mailbox = HostMailbox::new(cuda, rows + 1).unwrap();
-        queue_best(&Tensor::cat(&best, 1).unwrap(), &tokens, (&mailbox, 1)).unwrap();
+        queue_best(&Tensor::cat(&best, 1).unwrap(), &tokens, mailbox.slots_from(1)).unwrap();
         let want: Vec<Option<u32>> = logits
             .iter()
             .map(|row| {
@@ -209,7 +209,7 @@ fn edited_rows_match_the_reference() {
         for range in [3..WORDS, 0..0] {
             let edited = logits.to_device(&device).unwrap();
             for rows in rows.chunks(2) {
-                edit_rows(&edited, rows, &on_device, (&host, range.clone())).unwrap();
+                edit_rows(&edited, rows, &on_device, host.range(range.clone())).unwrap();
                 device.synchronize().unwrap();
             }
             for (row, (got, want)) in edited.to_vec2::<f32>().unwrap().iter().zip(&want).enumerate() {
@@ -226,7 +226,7 @@ fn edited_rows_match_the_reference() {
         let edited = logits.to_device(&device).unwrap();
         let invalid = |row, in_flight| EditedRow { row, in_flight, ..rows[0] };
         for rows in [vec![invalid(11, None)], vec![invalid(0, Some(9))], vec![rows[0], rows[0]]] {
-            assert!(edit_rows(&edited, &rows, &on_device, (&host, 0..WORDS)).is_err());
+            assert!(edit_rows(&edited, &rows, &on_device, host.range(0..WORDS)).is_err());
         }
     }
 }

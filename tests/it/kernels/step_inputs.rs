@@ -53,7 +53,7 @@ fn step_inputs_match_a_computation_on_the_host() {
             }
             let length = 2 * rows + others + 2 * inputs.changes.len();
             let range = 3..3 + length.saturating_add_signed(spare);
-            inputs.write(&buffer, &tokens_on_device, &host, range).unwrap();
+            inputs.write(&buffer, &tokens_on_device, host.range(range)).unwrap();
             assert_eq!(
                 buffer.to_vec1::<u32>().unwrap(),
                 want,
@@ -62,7 +62,8 @@ fn step_inputs_match_a_computation_on_the_host() {
         }
 
         let inputs = step();
-        let write = |inputs: &StepInputs, buffer: &Tensor| inputs.write(buffer, &tokens_on_device, &host, 0..WORDS);
+        let write =
+            |inputs: &StepInputs, buffer: &Tensor| inputs.write(buffer, &tokens_on_device, host.range(0..WORDS));
         let invalid = [
             StepInputs { sources: vec![Some(9); rows], ..inputs.clone() },
             StepInputs { sources: vec![None; rows + 1], ..inputs.clone() },
