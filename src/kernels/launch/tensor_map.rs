@@ -31,7 +31,15 @@ pub struct TensorMap(sys::CUtensorMap);
 // `TensorMap` in `headers/bulk_copy.cuh` has the same size.
 unsafe impl DeviceRepr for TensorMap {}
 
-/// An outer dimension of a tensor map. The innermost dimension is always the bytes of a row.
+/// The innermost dimension of a tensor map: the bytes of a row. Both sizes are multiples of 16.
+#[derive(Clone, Copy)]
+struct RowBytes {
+    size: usize,
+    /// The size of a box in this dimension.
+    in_box: usize,
+}
+
+/// An outer dimension of a tensor map.
 #[derive(Clone, Copy)]
 struct Dimension {
     size: usize,
@@ -54,7 +62,7 @@ impl TensorMap {
     ) -> Result<Self> {
         let rows = [Dimension { size: height, stride: width, in_box: box_height }];
         let matrices = [Dimension { size: depth, stride: width * height, in_box: 1 }];
-        Self::of_rows(tensor, (width, box_width), &[rows, matrices].concat(), order)
+        Self::of_rows(tensor, RowBytes { size: width, in_box: box_width }, &[rows, matrices].concat(), order)
     }
 
     /// Describes a matrix `[rows, width]` that consists of gate rows, followed by one up row for each gate row.
@@ -77,22 +85,18 @@ impl TensorMap {
         let row = Dimension { size: 8, stride: width, in_box: 8 };
         let gate_or_up = Dimension { size: 2, stride: rows / 2 * width, in_box: 2 };
         let group = Dimension { size: rows / 16, stride: 8 * width, in_box: box_rows / 16 };
-        Self::of_rows(tensor, (width, box_width), &[row, gate_or_up, group], order)
+        Self::of_rows(tensor, RowBytes { size: width, in_box: box_width }, &[row, gate_or_up, group], order)
     }
 
-    /// Describes a tensor that consists of rows of `width` bytes. A box has `box_width` bytes of each of its rows.
-    fn of_rows(
-        tensor: &Tensor,
-        (width, box_width): (usize, usize),
-        dimensions: &[Dimension],
-        order: BoxOrder,
-    ) -> Result<Self> {
+    /// Describes a tensor that consists of rows. `dimensions` are its other dimensions, innermost first.
+    fn of_rows(tensor: &Tensor, row: RowBytes, dimensions: &[Dimension], order: BoxOrder) -> Result<Self> {
         let sizes = dimensions.iter().map(|dimension| dimension.size);
-        if width * sizes.clone().product::<usize>() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
+        if row.size * sizes.clone().product::<usize>() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
             let sizes: Vec<usize> = sizes.collect();
-            bail!("cannot create a tensor map: {sizes:?} rows of {width} bytes do not match {:?}", tensor.shape());
+            bail!("cannot create a tensor map: {sizes:?} rows of {} bytes do not match {:?}", row.size, tensor.shape());
         }
-        if !width.is_multiple_of(16) || !box_width.is_multiple_of(16) {
+        if !row.size.is_multiple_of(16) || !row.in_box.is_multiple_of(16) {
+            let (width, box_width) = (row.size, row.in_box);
             bail!("cannot create a tensor map: the widths {width} and {box_width} must be multiples of 16 bytes");
         }
         let Device::Cuda(device) = tensor.device() else {
@@ -101,10 +105,10 @@ impl TensorMap {
         // The driver function requires a context that is bound to this thread.
         device.cuda_stream().context().bind_to_thread().w()?;
         let elements = |bytes: usize| (bytes / TENSOR_MAP_ELEMENT_BYTES) as u64;
-        let dims: Vec<u64> = iter::once(elements(width)).chain(sizes.map(|size| size as u64)).collect();
+        let dims: Vec<u64> = iter::once(elements(row.size)).chain(sizes.map(|size| size as u64)).collect();
         let strides: Vec<u64> = dimensions.iter().map(|dimension| dimension.stride as u64).collect();
         let in_box = dimensions.iter().map(|dimension| dimension.in_box as u32);
-        let box_dims: Vec<u32> = iter::once(elements(box_width) as u32).chain(in_box).collect();
+        let box_dims: Vec<u32> = iter::once(elements(row.in_box) as u32).chain(in_box).collect();
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         // SAFETY: all pointers are valid, and each array has the length that the function expects for the dimensions.
         // The function checks the sizes, and does not access the tensor.
