@@ -8,8 +8,7 @@
 //! A `usize` value or an array element may contain numbers, `+ - * / << >>`, parentheses and constants defined earlier.
 //! A `u32` or `f32` value must be a single number, because the build script appends `u` or `f` to it.
 
-// A build without CUDA does not use every constant.
-#![cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#![cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA use every constant"))]
 
 // Activation functions (`activation.rs`, `headers/activation.cuh`).
 

@@ -66,7 +66,6 @@ pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) 
 }
 
 /// Always returns an error: the operation `op` does not support the device of `tensor`.
-#[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
     bail!("cannot run {op}: not implemented for {:?}", tensor.device().location())
 }

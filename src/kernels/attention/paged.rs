@@ -35,7 +35,7 @@ pub struct QuerySpan {
 impl QuerySpan {
     /// Returns whether the span has at most [`MAX_FEW_ROWS`] rows per KV head.
     /// `group` is the number of query heads per KV head.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA call it"))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= MAX_FEW_ROWS
     }
@@ -118,7 +118,7 @@ impl Queries {
 
     /// Returns the number of tokens per sequence if all sequences have the same number.
     /// Returns `None` if the numbers differ or there are no sequences.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA call it"))]
     pub(super) fn uniform_tokens(&self) -> Option<usize> {
         let tokens = self.spans.first()?.tokens;
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
@@ -133,7 +133,7 @@ impl Queries {
     /// A tile has up to `rows_per_tile` rows. A row is one query head of one token.
     /// `group` is the number of query heads per KV head.
     /// Tiles with the most keys come first, because they usually take longest. The order ignores the sliding window.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA call it"))]
     pub(super) fn row_tiles(&self, group: usize, rows_per_tile: usize, is_few: bool) -> Result<Tensor> {
         if let Some(tiles) = self.tiles.borrow().get(&(group, rows_per_tile, is_few)) {
             return Ok(tiles.clone());
@@ -155,7 +155,7 @@ impl Queries {
     }
 
     /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset the counter to zero.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA call it"))]
     pub(super) fn counters(&self, count: usize) -> Result<Tensor> {
         let mut counters = self.counters.borrow_mut();
         match &*counters {
