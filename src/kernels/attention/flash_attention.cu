@@ -310,13 +310,13 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
             for (int n = 0; n < C::KEYS / 8; ++n) {
                 high = fmaxf(high, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
             }
-            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
+            high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
+            high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 2));
             highest[m][h] = high * factor;
             grows |= highest[m][h] > maxima[m][h] + SLACK;
         }
     }
-    if (__any_sync(0xffffffffu, grows)) {
+    if (__any_sync(ALL_LANES, grows)) {
 #pragma unroll
         for (int m = 0; m < C::M; ++m) {
 #pragma unroll
@@ -376,8 +376,8 @@ template <typename C> __device__ __forceinline__ void reduce_totals(RowFloats<C>
     for (int m = 0; m < C::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            totals[m][h] += __shfl_xor_sync(0xffffffffu, totals[m][h], 1);
-            totals[m][h] += __shfl_xor_sync(0xffffffffu, totals[m][h], 2);
+            totals[m][h] += __shfl_xor_sync(ALL_LANES, totals[m][h], 1);
+            totals[m][h] += __shfl_xor_sync(ALL_LANES, totals[m][h], 2);
         }
     }
 }

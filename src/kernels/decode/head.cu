@@ -117,7 +117,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) own.offer(__ldcg(&best[i].logit), __ldcg(&best[i].token));
     const auto reduce = [&] {
         for (int offset = 16; offset > 0; offset /= 2)
-            own.offer(__shfl_xor_sync(0xffffffffu, own.logit, offset), __shfl_xor_sync(0xffffffffu, own.token, offset));
+            own.offer(__shfl_xor_sync(ALL_LANES, own.logit, offset), __shfl_xor_sync(ALL_LANES, own.token, offset));
     };
     reduce();
     if (lane == 0) warps[threadIdx.x / 32] = own;

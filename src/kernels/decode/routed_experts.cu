@@ -184,7 +184,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         float largest = 0.0f;
         for (int i = lane; 4 * i < columns; i += 32) largest = max_magnitude(largest, max_magnitude(four(n, i)));
         for (int offset = 16; offset > 0; offset /= 2)
-            largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+            largest = max_magnitude(largest, __shfl_xor_sync(ALL_LANES, largest, offset));
         if (lane == 0) factors[n] = quantization_scale(largest, quantization.mode, quantization.static_scale);
     }
     __syncthreads();

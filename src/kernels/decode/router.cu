@@ -63,7 +63,7 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         add(__ldcg(xs + quad), __ldg(reinterpret_cast<const float4*>(norm) + quad), __ldg(row + quad));
     squares = warp_sum(squares), dot = warp_sum(dot);
     for (int offset = 16; offset > 0; offset /= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, offset));
     if (threadIdx.x % 32 == 0) {
         const int warp = threadIdx.x / 32;
         scratch[0][warp] = squares, scratch[1][warp] = dot, scratch[2][warp] = largest;

@@ -260,7 +260,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     for (int base = 0; base < experts; base += 32) {
         const int expert = base + threadIdx.x % 32;
         const int pairs = expert < experts ? offsets[expert + 1] - offsets[expert] : 0;
-        total += __reduce_add_sync(0xffffffffu, (pairs + max_pairs - 1) / max_pairs * row_pairs);
+        total += __reduce_add_sync(ALL_LANES, (pairs + max_pairs - 1) / max_pairs * row_pairs);
     }
     int next = (long long)total * blockIdx.x / gridDim.x;
     const int end = (long long)total * (blockIdx.x + 1) / gridDim.x;

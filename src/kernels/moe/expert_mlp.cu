@@ -44,7 +44,7 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
     const auto store = [&](int i, const uint4& value) {
         uint4* to = reinterpret_cast<uint4*>(out) + (size_t)(i / 8) * tiled_rows * 8;
         for (int c = 0; c < chosen; ++c) {
-            const int row = __shfl_sync(0xffffffffu, own_row, c);
+            const int row = __shfl_sync(ALL_LANES, own_row, c);
             if (i < segments) to[(size_t)row * 8 + (i ^ row) % 8] = value;
         }
     };

@@ -98,7 +98,7 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
             if (base + lane >= experts) count = 0;
             const uint32_t both = (8 - count % 8) % 8 << 16 | count;
             const uint32_t sum = warp_prefix_sum(both);
-            used += __popc(__ballot_sync(0xffffffffu, count > 0));
+            used += __popc(__ballot_sync(ALL_LANES, count > 0));
             if (base + lane < experts) {
                 const uint32_t earlier = before + sum - both;
                 uint32_t position = earlier & 0xffff;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
                     position += counts[w];
                 }
             }
-            before += __shfl_sync(0xffffffffu, sum, 31);
+            before += __shfl_sync(ALL_LANES, sum, 31);
         }
         if (lane == 0) {
             offsets[experts] = before & 0xffff;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
     __syncthreads();
     for (int p = first + lane; p - lane < end; p += 32) {
         const uint32_t expert = p < end ? experts_of[p] : NO_EXPERT;
-        const uint32_t same = __match_any_sync(0xffffffffu, expert), earlier = __popc(same & ((1u << lane) - 1));
+        const uint32_t same = __match_any_sync(ALL_LANES, expert), earlier = __popc(same & ((1u << lane) - 1));
         if (p < end) {
             const uint32_t position = next[warp][expert] + earlier;
             sorted[position] = p;

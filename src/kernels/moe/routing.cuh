@@ -42,8 +42,8 @@ struct Routing {
                     if (lane + 32 * i < experts) offer(i, held[i]);
                 for (int i = HELD; lane + 32 * i < experts; ++i) offer(i, logit_of(lane + 32 * i));
             }
-            const uint32_t largest = __reduce_max_sync(0xffffffffu, best);
-            id = __reduce_min_sync(0xffffffffu, best == largest ? id : NO_EXPERT);
+            const uint32_t largest = __reduce_max_sync(ALL_LANES, best);
+            id = __reduce_min_sync(ALL_LANES, best == largest ? id : NO_EXPERT);
             if (id % 32 == lane) taken |= 1u << (id / 32);
             const float logit = largest <= 1 ? -INFINITY : from_sort_key(largest);
             if (n == 0) top = logit;

@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(1024)
                 next[e] = offset + earlier;
                 padding[e] = unused + unused_up_to - own_unused;
             }
-            start += __shfl_sync(0xffffffffu, pairs_up_to, 31);
-            unused += __shfl_sync(0xffffffffu, unused_up_to, 31);
+            start += __shfl_sync(ALL_LANES, pairs_up_to, 31);
+            unused += __shfl_sync(ALL_LANES, unused_up_to, 31);
         }
         if (blockIdx.x == 0 && lane == 0) offsets[experts] = start;
     }

@@ -27,8 +27,8 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
         }
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) {
-            const float other = __shfl_xor_sync(0xffffffffu, best, offset);
-            const int other_id = __shfl_xor_sync(0xffffffffu, best_id, offset);
+            const float other = __shfl_xor_sync(ALL_LANES, best, offset);
+            const int other_id = __shfl_xor_sync(ALL_LANES, best_id, offset);
             const bool wins = best_id == NO_EXPERT || other > best || (other == best && other_id < best_id);
             if (other_id != NO_EXPERT && wins) best = other, best_id = other_id;
         }

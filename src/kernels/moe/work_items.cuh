@@ -23,18 +23,18 @@ __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int expe
         const int pairs = expert < experts ? offsets[expert + 1] - first : 0;
         const int count = (pairs + unit - 1) / unit * times, rows = (pairs + 7) / 8 * 8;
         const int end = warp_prefix_sum(count), end_row = warp_prefix_sum(rows);
-        const uint32_t reached = __ballot_sync(0xffffffffu, number < before + end);
+        const uint32_t reached = __ballot_sync(ALL_LANES, number < before + end);
         if (reached) {
             const int owner = __ffs(reached) - 1;
             item.expert = base + owner;
-            item.count = __shfl_sync(0xffffffffu, count, owner);
-            item.index = number - before - __shfl_sync(0xffffffffu, end - count, owner);
-            item.first = __shfl_sync(0xffffffffu, first, owner);
-            item.pairs = __shfl_sync(0xffffffffu, pairs, owner);
-            item.row = rows_before + __shfl_sync(0xffffffffu, end_row - rows, owner);
+            item.count = __shfl_sync(ALL_LANES, count, owner);
+            item.index = number - before - __shfl_sync(ALL_LANES, end - count, owner);
+            item.first = __shfl_sync(ALL_LANES, first, owner);
+            item.pairs = __shfl_sync(ALL_LANES, pairs, owner);
+            item.row = rows_before + __shfl_sync(ALL_LANES, end_row - rows, owner);
             return true;
         }
-        before += __shfl_sync(0xffffffffu, end, 31), rows_before += __shfl_sync(0xffffffffu, end_row, 31);
+        before += __shfl_sync(ALL_LANES, end, 31), rows_before += __shfl_sync(ALL_LANES, end_row, 31);
     }
     return false;
 }

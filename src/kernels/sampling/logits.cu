@@ -68,7 +68,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
                 const float v = logits[id];
                 if (!isnan(v)) sum += expf(v - largest);
             }
-            for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
             if (lane == 0) sums[warp] = sum;
             __syncthreads();
             sum = 0.0f;

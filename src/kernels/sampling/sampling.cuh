@@ -55,7 +55,7 @@ struct BlockMasses {
 
 // Returns the largest key of the warp. All lanes get the result.
 __device__ __forceinline__ unsigned long long warp_largest(unsigned long long key) {
-    for (int offset = 16; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+    for (int offset = 16; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(ALL_LANES, key, offset));
     return key;
 }
 
