@@ -1,5 +1,5 @@
-// Helpers for kernels: bit patterns of f32 values, conversions between storage types and f32, the sum over a warp, and
-// a macro that defines one kernel per dtype.
+// Helpers for kernels: bit patterns of f32 values, conversions between storage types and f32, operations of a warp,
+// and a macro that defines one kernel per dtype.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -33,6 +33,10 @@ template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t wor
 template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t word) {
     return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
+
+// Returns `value`, which must be the same in all lanes of the warp. The shuffle tells the compiler that all
+// lanes agree, so that the compiler can use uniform registers and branches.
+template <typename T> __device__ __forceinline__ T warp_uniform(T value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

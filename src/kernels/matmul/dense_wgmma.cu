@@ -145,8 +145,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     extern __shared__ uint8_t shared[];
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
-    // The shuffle tells the compiler that `warp` has the same value in all lanes.
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int part = blockIdx.x, parts = gridDim.x;
     const int all_steps = (columns + COLUMNS - 1) / COLUMNS, first_step = all_steps * part / parts;
     const int steps = all_steps * (part + 1) / parts - first_step;  // of each tile

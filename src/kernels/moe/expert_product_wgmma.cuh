@@ -7,6 +7,7 @@
 #pragma once
 #include "headers/barrier.cuh"
 #include "headers/bulk_copy.cuh"
+#include "headers/common.cuh"
 #include "headers/pdl.cuh"
 #include "headers/shared_memory.cuh"
 #include "headers/wgmma.cuh"
@@ -96,12 +97,8 @@ public:
     uint32_t parity = 0;
 
     __device__ __forceinline__ explicit StageCursor(uint32_t ring) {
-        // Each shuffle returns a value that every lane already has.
-        // The shuffles tell the compiler that all lanes have equal values, so that the compiler uses uniform registers.
-        const auto uniform = [](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
-        const uint64_t descriptor = wgmma_descriptor(ring);
-        stage = first = uniform(ring);
-        x = first_x = (uint64_t)uniform(descriptor >> 32) << 32 | uniform(descriptor);
+        stage = first = warp_uniform(ring);
+        x = first_x = warp_uniform(wgmma_descriptor(ring));
     }
     __device__ __forceinline__ void next() {
         stage += Stage<S>::BYTES, x += Stage<S>::BYTES / 16;
@@ -281,8 +278,7 @@ __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const Mapped
 template <typename S, typename T, bool GATE_UP>
 __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,
                                            const T* x, const uint32_t* offsets, int experts) {
-    // The shuffle tells the compiler that all lanes have the same value.
-    const int warp = __shfl_sync(0xffffffffu, (threadIdx.x - MULTIPLYING) / 32, 0);
+    const int warp = warp_uniform((threadIdx.x - MULTIPLYING) / 32);
     const int steps = (w.columns + STEP - 1) / STEP;
     if (warp == 0) {
         pdl_wait();
