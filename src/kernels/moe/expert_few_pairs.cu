@@ -123,16 +123,16 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
 // Multiplies the sums of a row pair by UNIT, adds the biases, applies the clamped SwiGLU (gate_up only), and stores the
 // results.
 template <typename T, bool GATE_UP, int N>
-__device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, const OutputTile& tile, int row_pair,
+__device__ __forceinline__ void store_row_pair(const Output<T>& output, int rows, const OutputTile& tile, int row_pair,
                                                Sums<N>& sums) {
 #pragma unroll
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] *= UNIT<T, N>;
-    const float2 bias[2] = {row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair),
-                            row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair + 1)};
-    const ResultStore<T, GATE_UP, 2> results(o, rows, tile, 2 * row_pair);
+    const float2 bias[2] = {row_bias<T, GATE_UP>(output, rows, tile.expert, 2 * row_pair),
+                            row_bias<T, GATE_UP>(output, rows, tile.expert, 2 * row_pair + 1)};
+    const ResultStore<T, GATE_UP, 2> results(output, rows, tile, 2 * row_pair);
 #pragma unroll
     for (int n = 0; n < N; ++n)
-        results.store(n * 8, pair_of_lane<GATE_UP>(o, tile, n * 8), {sums[0][n], sums[1][n]}, bias);
+        results.store(n * 8, pair_of_lane<GATE_UP>(output, tile, n * 8), {sums[0][n], sums[1][n]}, bias);
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x (gate_up) or h (down).
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 // For down, `load_x` waits for the previous kernel and starts copying the rows of h.
 // For gate_up, the rows of x are already in shared memory, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
-__device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows,
+__device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& output, int rows,
                                                    const OutputTile& tile, int first, int last, uint32_t xs,
                                                    float4* partials, LoadX&& load_x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
             for (int i = 0; i < 2 * N; ++i)
                 partials[(warp * 2 * N + i) * 32 + lane] = *reinterpret_cast<const float4*>(sums[i / N][i % N]);
         } else if (ends_here) {
-            store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
+            store_row_pair<T, GATE_UP, N>(output, rows, tile, row_pair, sums);
         } else {
             is_open = true;
         }
@@ -205,19 +205,19 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
             sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
         }
     }
-    store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
+    store_row_pair<T, GATE_UP, N>(output, rows, tile, row_pair, sums);
 }
 
 // For gate_up: reads the tile's rows of x, f32 [tokens, columns], and stores x · X_FACTOR in shared memory as T, in
 // fragment order.
 template <typename T>
-__device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const OutputTile& tile, int columns,
+__device__ __forceinline__ void load_x(const float* x, const Output<T>& output, const OutputTile& tile, int columns,
                                        int steps, int chosen, int padded_pairs, unsigned char* shared) {
     const int segments = steps * 8;
 #pragma unroll 2
     for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_PAIRS_THREADS) {
         const int row = i / segments, segment = i % segments;
-        const int token = __ldg(o.sorted + tile.first_pair + row) / chosen;
+        const int token = __ldg(output.sorted + tile.first_pair + row) / chosen;
         const float2* from = reinterpret_cast<const float2*>(x + (size_t)token * columns);
         unsigned char* to = shared + (segment / 8 * padded_pairs + row) * 128 + (segment ^ row) % 8 * 16;
         *reinterpret_cast<uint4*>(to) = fragment_segment<T>(from, segment, columns, Factors<T>::X_FACTOR);
@@ -226,12 +226,13 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const
 
 // For down: starts copying the tile's rows of tiled h to shared memory.
 template <typename T>
-__device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const OutputTile& tile, int, int steps, int,
+__device__ __forceinline__ void load_x(const T* h, const Output<T>& output, const OutputTile& tile, int, int steps, int,
                                        int padded_pairs, unsigned char* shared) {
     const uint4* from = reinterpret_cast<const uint4*>(h) + (size_t)tile.row * 8;
     const uint32_t to = shared_address(shared);
     for (int i = threadIdx.x; i < steps * padded_pairs * 8; i += EXPERT_FEW_PAIRS_THREADS)
-        copy_async(to + i * 16, from + (size_t)(i / (padded_pairs * 8)) * o.tiled_rows * 8 + i % (padded_pairs * 8));
+        copy_async(to + i * 16,
+                   from + (size_t)(i / (padded_pairs * 8)) * output.tiled_rows * 8 + i % (padded_pairs * 8));
     commit_copies();
 }
 
@@ -242,10 +243,11 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Out
 //   bytes moved: an expert's weights once per tile of pairs; the output once; a tile's x or h once per block that has
 //     row pairs of the tile, mostly from L2
 template <typename T, bool GATE_UP, typename X>
-__device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* x, const uint32_t* offsets, int experts,
-                                 int chosen, int max_pairs) {
+__device__ void multiply_experts(const Weights& weights, const Output<T>& output, const X* x, const uint32_t* offsets,
+                                 int experts, int chosen, int max_pairs) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP, row_pairs = (w.rows + 31) / 32;
+    const int row_tiles = (weights.rows + 15) / 16, steps = (weights.columns + STEP - 1) / STEP,
+              row_pairs = (weights.rows + 31) / 32;
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
 
     // gate_up waits here for the kernel that writes `offsets` and `sorted`.
@@ -275,25 +277,25 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
                                  0};
         next += last - first;
         const size_t first_tile = (size_t)item.expert * row_tiles * steps;
-        const Matrix matrix = {w.blocks + first_tile * MXFP4_TILE_BYTES, w.scales + first_tile * MXFP4_TILE_SCALE_BYTES,
-                               row_tiles, steps};
+        const Matrix matrix = {weights.blocks + first_tile * MXFP4_TILE_BYTES,
+                               weights.scales + first_tile * MXFP4_TILE_SCALE_BYTES, row_tiles, steps};
         const uint32_t xs = shared_address(shared);
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
         // For gate_up, convert x before loading weights. Doing both at the same time would need too many registers.
-        if constexpr (GATE_UP) load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
+        if constexpr (GATE_UP) load_x<T>(x, output, tile, weights.columns, steps, chosen, padded_pairs, shared);
         const auto load = [&] {
             if constexpr (!GATE_UP) {
                 pdl_wait();
-                load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
+                load_x<T>(x, output, tile, weights.columns, steps, chosen, padded_pairs, shared);
             }
         };
         if (padded_pairs == 8)
-            multiply_row_pairs<T, GATE_UP, 1>(matrix, o, w.rows, tile, first, last, xs, partials, load);
+            multiply_row_pairs<T, GATE_UP, 1>(matrix, output, weights.rows, tile, first, last, xs, partials, load);
         else if (padded_pairs == 16)
-            multiply_row_pairs<T, GATE_UP, 2>(matrix, o, w.rows, tile, first, last, xs, partials, load);
+            multiply_row_pairs<T, GATE_UP, 2>(matrix, output, weights.rows, tile, first, last, xs, partials, load);
         else
-            multiply_row_pairs<T, GATE_UP, 3>(matrix, o, w.rows, tile, first, last, xs, partials, load);
+            multiply_row_pairs<T, GATE_UP, 3>(matrix, output, weights.rows, tile, first, last, xs, partials, load);
     }
     pdl_wait();  // without this wait, a down kernel without work could end before the previous kernel
 }

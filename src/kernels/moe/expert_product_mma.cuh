@@ -36,12 +36,12 @@ template <typename S> struct MmaStages {
 // Does not fill the part of the stage past the last pair or weight tile.
 // Whatever that part of the stage contains affects only results that are not stored.
 template <typename S, typename T>
-__device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& w, const Output<T>& o, const T* x,
-                                          const OutputTile& tile, int step) {
+__device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& weights, const Output<T>& output,
+                                          const T* x, const OutputTile& tile, int step) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
+    const int row_tiles = (weights.rows + 15) / 16, steps = (weights.columns + STEP - 1) / STEP;
     const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, S::BLOCK_ROW_TILES);
-    const uint4* x_from = reinterpret_cast<const uint4*>(x) + ((size_t)step * o.tiled_rows + tile.row) * 8;
+    const uint4* x_from = reinterpret_cast<const uint4*>(x) + ((size_t)step * output.tiled_rows + tile.row) * 8;
     const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * steps + step;
     const uint32_t to_x = stages.x(step), to_w = stages.weights(step);
 #pragma unroll
@@ -52,11 +52,11 @@ __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weig
 #pragma unroll
     for (int i = 0; i < S::BLOCK_ROW_TILES / S::WARPS; ++i) {
         const int row_tile = warp + i * S::WARPS;
-        const uint8_t* from = w.blocks + (first_tile + row_tile * steps) * MXFP4_TILE_BYTES;
+        const uint8_t* from = weights.blocks + (first_tile + row_tile * steps) * MXFP4_TILE_BYTES;
         if (row_tile < tiles) copy_async(to_w + row_tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
     }
     const int row_tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
-    const uint8_t* from = w.scales + (first_tile + row_tile * steps) * MXFP4_TILE_SCALE_BYTES;
+    const uint8_t* from = weights.scales + (first_tile + row_tile * steps) * MXFP4_TILE_SCALE_BYTES;
     if (row_tile < tiles) copy_async(to_w + S::WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
 }
 
@@ -108,20 +108,20 @@ __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLU
 
 // Stores the results that this warp computed for one tile.
 template <typename S, typename T, bool GATE_UP>
-__device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const Weights& w,
-                                           const Output<T>& o, const OutputTile& tile) {
+__device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const Weights& weights,
+                                           const Output<T>& output, const OutputTile& tile) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int m = 0; m < S::ROW_TILES; m += 2) {
         const int row_tile = tile.row_tile + warp / S::COLUMN_WARPS * S::ROW_TILES + m;
-        const float2 bias[2] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile),
-                                row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile + 1)};
-        const ResultStore<T, GATE_UP, 2> results(o, w.rows, tile, row_tile);
+        const float2 bias[2] = {row_bias<T, GATE_UP>(output, weights.rows, tile.expert, row_tile),
+                                row_bias<T, GATE_UP>(output, weights.rows, tile.expert, row_tile + 1)};
+        const ResultStore<T, GATE_UP, 2> results(output, weights.rows, tile, row_tile);
 #pragma unroll
         for (int n = 0; n < S::COLUMNS; ++n) {
             const int token = (n * S::COLUMN_WARPS + warp % S::COLUMN_WARPS) * 8;
             if (token < tile.pairs)
-                results.store(token, pair_of_lane<GATE_UP>(o, tile, token), {sum[m][n], sum[m + 1][n]}, bias);
+                results.store(token, pair_of_lane<GATE_UP>(output, tile, token), {sum[m][n], sum[m + 1][n]}, bias);
         }
     }
 }
@@ -133,20 +133,21 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
 //   bytes moved: an expert's weights once per tile of up to PAIRS pairs, mostly from L2 after the first tile;
 //     x once per 256 weight rows, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
-__device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
+__device__ void expert_product(const Weights& weights, const Output<T>& output, const T* x, const uint32_t* offsets,
+                               int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const MmaStages<S> stages = {shared, shared_address(shared)};
-    const int steps = (w.columns + STEP - 1) / STEP;
+    const int steps = (weights.columns + STEP - 1) / STEP;
     pdl_wait();
     pdl_launch_dependents();
 
     OutputTile tile;
     const auto next_tile = [&](int number) {
-        return find_tile<S::BLOCK_ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
+        return find_tile<S::BLOCK_ROW_TILES, GATE_UP>(offsets, experts, weights.rows, S::PAIRS, number, tile);
     };
     for (int number = blockIdx.x; next_tile(number); number += gridDim.x) {
         const auto load = [&](int step) {
-            if (step < steps) load_step<S, T>(stages, w, o, x, tile, step);
+            if (step < steps) load_step<S, T>(stages, weights, output, x, tile, step);
             commit_copies();
         };
         for (int s = 0; s < S::STAGES - 1; ++s) load(s);
@@ -157,7 +158,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
             load(step + S::STAGES - 1);
             multiply_step<S, T>(sum, stages, tile, step);
         }
-        store_tile<S, T, GATE_UP>(sum, w, o, tile);
+        store_tile<S, T, GATE_UP>(sum, weights, output, tile);
         __syncthreads();  // slower warps may still read the data that the next tile overwrites
     }
 }

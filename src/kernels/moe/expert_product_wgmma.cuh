@@ -29,7 +29,7 @@ struct MappedWeights {
 // If a tile has at most UNROLL_PAIRS pairs, the loop over the steps of a full stage is unrolled.
 // BLOCKS is the number of thread blocks that fit on a multiprocessor.
 // If TAKES_TURNS is true, the warpgroups store their results in turns (see Turns).
-template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_, bool TAKES_TURNS_> struct TileShape {
+template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_, bool TAKES_TURNS_> struct WgmmaShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_;
     static constexpr int STAGES = STAGES_, STEPS = STEPS_, BLOCKS = BLOCKS_;
     static constexpr bool TAKES_TURNS = TAKES_TURNS_;
@@ -43,13 +43,14 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_, b
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_SCALE_BYTES;
 };
 // The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
-using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1, true>;
+using Wide = WgmmaShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1, true>;
 // The shape for a medium number of pairs per expert. Narrow tiles leave room for more steps in the ring buffer, and the
 // loop over the steps of a stage is unrolled.
-using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1, false>;
+using Narrow =
+    WgmmaShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1, false>;
 // The shape for few pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
-using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, 2, false>;
+using Slim = WgmmaShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, 2, false>;
 
 // In code for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
@@ -141,20 +142,20 @@ public:
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
 // Except with wide tiles, unpacking the weights limits the speed, so every instruction in the loops over steps matters.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, const MappedWeights& w,
-                                        const Output<T>& o, const OutputTile& tile) {
+__device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, const MappedWeights& weights,
+                                        const Output<T>& output, const OutputTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * S::TILE_BYTES + lane * 16);
     const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * S::TILE_SCALE_BYTES + g * 4);
     // Load the biases and the indices of the pairs early, because loads just before the stores would delay the stores.
     // In lane i, held[j] is the index of pair 32 · j + i of the tile.
     const int row_tile = tile.row_tile + warp;
-    const float2 bias[1] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile)};
+    const float2 bias[1] = {row_bias<T, GATE_UP>(output, weights.rows, tile.expert, row_tile)};
     uint32_t held[(N + 31) / 32];
     if constexpr (!GATE_UP) {
 #pragma unroll
         for (int j = 0; j < (N + 31) / 32; ++j)
-            held[j] = o.sorted[tile.first_pair + min(32 * j + lane, tile.pairs - 1)];
+            held[j] = output.sorted[tile.first_pair + min(32 * j + lane, tile.pairs - 1)];
     }
     float sum[N / 2];
 #pragma unroll
@@ -181,7 +182,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
             if (k == 0 && step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
-    int left = (w.columns + STEP - 1) / STEP;  // the number of steps that are left
+    int left = (weights.columns + STEP - 1) / STEP;  // the number of steps that are left
     if constexpr (N <= S::UNROLL_PAIRS) {
 #pragma unroll 1
         for (; left >= S::STEPS; left -= S::STEPS) {
@@ -204,7 +205,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
     read_after_wgmma(sum);
     if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
 
-    const ResultStore<T, GATE_UP, 1> results(o, w.rows, tile, row_tile);
+    const ResultStore<T, GATE_UP, 1> results(output, weights.rows, tile, row_tile);
     if constexpr (S::TAKES_TURNS) turns.wait();
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
@@ -216,12 +217,12 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
 
 // Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, Turns& turns, const MappedWeights& w,
-                                              const Output<T>& o, const OutputTile& tile) {
+__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, Turns& turns, const MappedWeights& weights,
+                                              const Output<T>& output, const OutputTile& tile) {
     if constexpr (N < S::PAIRS) {
-        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, turns, w, o, tile);
+        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, turns, weights, output, tile);
     }
-    consume<S, T, N, GATE_UP>(cursor, turns, w, o, tile);
+    consume<S, T, N, GATE_UP>(cursor, turns, weights, output, tile);
 }
 
 // Initializes all barriers, and waits until all threads of the block see them.
@@ -246,10 +247,10 @@ __device__ __forceinline__ void init_barriers(uint32_t ring, const uint64_t (&tu
 // Otherwise, the stage could become full and empty again before a slow lane checks EMPTY.
 // The slow lane would then miss a phase of EMPTY, and would wait forever.
 template <typename S, bool GATE_UP, typename Copy>
-__device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const MappedWeights& w, const uint32_t* offsets,
-                                            int experts, int steps, Copy&& copy) {
+__device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const MappedWeights& weights,
+                                            const uint32_t* offsets, int experts, int steps, Copy&& copy) {
     OutputTile tile;
-    for (int number = blockIdx.x; find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
+    for (int number = blockIdx.x; find_tile<ROW_TILES, GATE_UP>(offsets, experts, weights.rows, S::PAIRS, number, tile);
          number += gridDim.x) {
 #pragma unroll 1
         for (int step = 0; step < steps; step += S::STEPS) {
@@ -276,15 +277,15 @@ __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const Mapped
 // Every instruction of a copying warp delays the multiplying warps, so a stage is filled with few copies.
 // One copy_tensor copies the weights of all row tiles, and another one copies their scales.
 template <typename S, typename T, bool GATE_UP>
-__device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,
-                                           const T* x, const uint32_t* offsets, int experts) {
+__device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedWeights& weights,
+                                           const Output<T>& output, const T* x, const uint32_t* offsets, int experts) {
     const int warp = warp_uniform((threadIdx.x - MULTIPLYING) / 32);
-    const int steps = (w.columns + STEP - 1) / STEP;
+    const int steps = (weights.columns + STEP - 1) / STEP;
     if (warp == 0) {
         pdl_wait();
         pdl_launch_dependents();
-        const size_t stride = (size_t)o.tiled_rows * 128;
-        fill_stages<S, GATE_UP>(cursor, w, offsets, experts, steps, [&](const OutputTile& tile, int step) {
+        const size_t stride = (size_t)output.tiled_rows * 128;
+        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, steps, [&](const OutputTile& tile, int step) {
             const uint32_t full = cursor.stage + Stage<S>::FULL;
             const int count = min(S::STEPS, steps - step), bytes = (tile.pairs + 7) / 8 * 1024;
             const char* from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128 + step * stride;
@@ -300,12 +301,12 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedW
             barrier_arrive(cursor.stage + Stage<S>::FULL);
         }
     } else if (warp == 1) {
-        fill_stages<S, GATE_UP>(cursor, w, offsets, experts, steps, [&](const OutputTile& tile, int step) {
+        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, steps, [&](const OutputTile& tile, int step) {
             const uint32_t full = cursor.stage + Stage<S>::FULL;
             barrier_expect(full, S::WEIGHT_BYTES + S::SCALE_BYTES);
-            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, w.blocks, step * MXFP4_TILE_BYTES, tile.row_tile, tile.expert,
-                        full);
-            copy_tensor(cursor.stage + Stage<S>::SCALES, w.scales, step * MXFP4_TILE_SCALE_BYTES, tile.row_tile,
+            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, weights.blocks, step * MXFP4_TILE_BYTES, tile.row_tile,
+                        tile.expert, full);
+            copy_tensor(cursor.stage + Stage<S>::SCALES, weights.scales, step * MXFP4_TILE_SCALE_BYTES, tile.row_tile,
                         tile.expert, full);
         });
         if (elect_lane()) barrier_arrive(cursor.stage + Stage<S>::FULL);
@@ -319,8 +320,8 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedW
 //   bytes moved: an expert's weights once per tile of up to PAIRS pairs, mostly from L2 after the first tile;
 //     x once per 192 weight rows, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
-__device__ void expert_product_wgmma(const MappedWeights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
-                                     int experts) {
+__device__ void expert_product_wgmma(const MappedWeights& weights, const Output<T>& output, const T* x,
+                                     const uint32_t* offsets, int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;
     __shared__ uint64_t turn_barriers[MULTIPLYING / 128];
@@ -330,7 +331,7 @@ __device__ void expert_product_wgmma(const MappedWeights& w, const Output<T>& o,
     // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can have more.
     if (threadIdx.x >= MULTIPLYING) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
-        copy_tiles<S, T, GATE_UP>(cursor, w, o, x, offsets, experts);
+        copy_tiles<S, T, GATE_UP>(cursor, weights, output, x, offsets, experts);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
         Turns turns(turn_barriers);
@@ -338,7 +339,7 @@ __device__ void expert_product_wgmma(const MappedWeights& w, const Output<T>& o,
             barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
             const OutputTile tile = load_tile_of_stage(cursor.stage + Stage<S>::TILE);
             if (tile.pairs == 0) return;
-            multiply_tile<S, T, 16, GATE_UP>(cursor, turns, w, o, tile);
+            multiply_tile<S, T, 16, GATE_UP>(cursor, turns, weights, output, tile);
         }
     }
 }

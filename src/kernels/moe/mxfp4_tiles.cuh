@@ -183,43 +183,43 @@ template <typename T> struct Output {
 // where r is 4 · (g / 2) + g % 2.
 // Returns zeros if there is no bias or no such tile.
 template <typename T, bool GATE_UP>
-__device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
+__device__ __forceinline__ float2 row_bias(const Output<T>& output, int rows, int expert, int row_tile) {
     const int g = threadIdx.x % 32 / 4;
     const int first = row_tile * 16 + (GATE_UP ? 2 * g : grouped_row(g)), second = first + (GATE_UP ? 1 : 2);
-    const T* bias = o.bias + (size_t)expert * rows;
-    if (!o.bias || row_tile * 16 >= rows) return make_float2(0.0f, 0.0f);
+    const T* bias = output.bias + (size_t)expert * rows;
+    if (!output.bias || row_tile * 16 >= rows) return make_float2(0.0f, 0.0f);
     return make_float2(to_float(bias[first]), to_float(bias[second]));
 }
 
 // For down, returns the index of the pair whose results this lane stores (see ResultStore). This is also the row of y.
 // gate_up does not need the index.
 template <bool GATE_UP, typename T>
-__device__ __forceinline__ uint32_t pair_of_lane(const Output<T>& o, const OutputTile& tile, int token) {
-    return GATE_UP ? 0 : o.sorted[tile.first_pair + min(token + (int)threadIdx.x % 32 / 4, tile.pairs - 1)];
+__device__ __forceinline__ uint32_t pair_of_lane(const Output<T>& output, const OutputTile& tile, int token) {
+    return GATE_UP ? 0 : output.sorted[tile.first_pair + min(token + (int)threadIdx.x % 32 / 4, tile.pairs - 1)];
 }
 
 // Stores a warp's results for TILES consecutive weight tiles of an output tile. `row_tile` is the first weight tile.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
 // The constructor computes what does not depend on the pair, so that `store` needs few instructions.
 template <typename T, bool GATE_UP, int TILES> class ResultStore {
-    const Output<T>& o;
+    const Output<T>& output;
     T* to;            // gate_up: this lane's place for pair 0 of the token tile; down: its place in row 0 of y
     int rows;         // the weight rows of an expert
     int pairs;        // this lane stores results of pair token + g if `token` is less than `pairs`
     bool is_padding;  // whether the weight tiles are past the last row
 
 public:
-    __device__ __forceinline__ ResultStore(const Output<T>& o, int rows, const OutputTile& tile, int row_tile)
-        : o(o), rows(rows), is_padding(row_tile * 16 >= rows) {
+    __device__ __forceinline__ ResultStore(const Output<T>& output, int rows, const OutputTile& tile, int row_tile)
+        : output(output), rows(rows), is_padding(row_tile * 16 >= rows) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         if constexpr (GATE_UP) {
             // Word row_tile % 4 of segment `segment` holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.
             const unsigned row = tile.row + g, segment = row_tile / 4 * 4 + t;
-            const size_t at = ((size_t)(segment / 8) * o.tiled_rows + row) * 8 + (segment ^ row) % 8;
-            to = o.out + at * 8 + row_tile % 4 * 2;
+            const size_t at = ((size_t)(segment / 8) * output.tiled_rows + row) * 8 + (segment ^ row) % 8;
+            to = output.out + at * 8 + row_tile % 4 * 2;
             pairs = row_tile * 16 < (rows + 127) / 128 * 128 ? tile.pairs - g : 0;
         } else {
-            to = o.out + row_tile * 16 + t * 4;
+            to = output.out + row_tile * 16 + t * 4;
             pairs = is_padding ? 0 : tile.pairs - g;
         }
     }
@@ -235,9 +235,9 @@ public:
             uint32_t words[TILES];
 #pragma unroll
             for (int i = 0; i < TILES; ++i) {
-                const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, o.limit);
-                const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, o.limit);
-                words[i] = transposed<T>(first * o.h_factor, second * o.h_factor);
+                const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, output.limit);
+                const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, output.limit);
+                words[i] = transposed<T>(first * output.h_factor, second * output.h_factor);
                 if (is_padding) words[i] = 0;  // padding columns of h
             }
             // `token` is a multiple of 8, and the swizzle repeats every 8 rows, so `place` is `token` rows after `to`.
@@ -249,7 +249,7 @@ public:
                 *reinterpret_cast<uint2*>(place) = make_uint2(words[0], words[1]);
         } else {
             // Computes to + pair · rows in one instruction.
-            // Without asm, the compiler would add o.out last, with several instructions for each pair.
+            // Without asm, the compiler would add output.out last, with several instructions for each pair.
             T* row;
             asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(row) : "r"(pair), "r"(rows * (int)sizeof(T)), "l"(to));
             __builtin_assume(__isGlobal(row));  // after asm, the compiler no longer knows that y is in global memory

@@ -113,7 +113,7 @@ const fn mma_shared_bytes(pairs: usize) -> usize {
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
 }
 
-/// A wgmma kernel and its token tiles. The values match a `TileShape` in `expert_product_wgmma.cuh`.
+/// A wgmma kernel and its token tiles. The values match a `WgmmaShape` in `expert_product_wgmma.cuh`.
 #[derive(Clone, Copy)]
 struct WgmmaTile {
     /// The suffix of the kernel's name.
