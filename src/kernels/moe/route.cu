@@ -144,6 +144,26 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[2][1][4], const f
     multiply_add_pairs(sums, a, b);
 }
 
+// Chooses the experts of one token in one warp. Stores the chosen experts and their routing weights.
+//   of_blocks: the partial logits of all blocks of the cluster for this token
+//   routing: scratch space in shared memory
+__device__ __forceinline__ void choose_experts(const float (&of_blocks)[BLOCKS][ROUTE_EXPERTS], Routing& routing,
+                                               float* routing_weights, int token, int experts, int chosen) {
+    const int lane = threadIdx.x % 32;
+    const auto logit_of = [&](int expert) {
+        float logit = 0.0f;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) logit += of_blocks[block][expert];
+        return logit;
+    };
+    routing.choose_by(logit_of, experts, chosen, chosen, lane);
+    __syncwarp();
+    if (lane < chosen) {
+        store_chosen(token * chosen + lane, routing.expert[lane] + 1);
+        routing_weights[(size_t)token * chosen + lane] = routing.weight[lane];
+    }
+}
+
 // Older GPUs have no clusters. There, `RoutedPairs::route` (route.rs) launches several other kernels instead.
 #if __CUDA_ARCH__ >= 900
 extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1, 1)
@@ -226,20 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     // 2. Choose the experts of this block's token. A block must not end before all stores to its memory have arrived.
     // barrier_wait does not order accesses to other blocks' memory. Here, the data is in this block's own memory.
     if (warp == 0) barrier_wait(arrived, 0);
-    if (warp == 0 && token < tokens) {
-        const auto logit_of = [&](int expert) {
-            float logit = 0.0f;
-#pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) logit += token_partials.of_blocks[block][expert];
-            return logit;
-        };
-        routing.choose_by(logit_of, experts, chosen, chosen, lane);
-        __syncwarp();
-        if (lane < chosen) {
-            store_chosen(token * chosen + lane, routing.expert[lane] + 1);
-            routing_weights[(size_t)token * chosen + lane] = routing.weight[lane];
-        }
-    }
+    if (warp == 0 && token < tokens)
+        choose_experts(token_partials.of_blocks, routing, routing_weights, token, experts, chosen);
 
     // 3. In the last block of the grid, sort the pairs of all tokens.
     // Only this block waits for other clusters. In practice, GPUs start its cluster last.
