@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
-use crate::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
+use crate::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, SplitQkvInputs, split_qkv};
 use crate::kernels::attention::{
     AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention,
 };
@@ -307,8 +307,16 @@ fn rope(target: CheckTarget, norms: QkNorms) -> Result<Tensor> {
     let cache = Tensor::zeros((BLOCK_TOKENS, sizes.kv_heads, head_dim), target.dtype, target.device)?;
     let (k, v) = (&cache, &cache.zeros_like()?);
     let layer = CachedLayer { k, v };
-    let bias = target.f32(&bias)?;
-    let q = split_qkv(&target.f32(&qkv)?, Some(&bias), norms, rotation, sizes, layer, &target.ids(&slots)?)?;
+    let (qkv, bias, slots_on_target) = (target.f32(&qkv)?, target.f32(&bias)?, target.ids(&slots)?);
+    let q = split_qkv(SplitQkvInputs {
+        qkv: &qkv,
+        bias: Some(&bias),
+        norms,
+        rotation,
+        sizes,
+        layer,
+        slots: &slots_on_target,
+    })?;
     let written = |rows: &Tensor| to_cpu(rows)?.index_select(&Tensor::new(&slots, &Device::Cpu)?, 0);
     Tensor::cat(&[to_cpu(&q)?, written(k)?, written(v)?], 1)
 }

@@ -14,13 +14,9 @@ use super::norm::{Norm, NormConfig};
 use super::pass::{Pass, RowSelection};
 use super::residual::{PartialForm, PartialOutput, PartialRows};
 use super::rope::RotaryEmbedding;
-use crate::kernels::{
-    self,
-    attention::{
-        AttentionInputs, AttentionMask, attention,
-        rope::{HeadSizes, QkNorm, split_qkv},
-    },
-};
+use crate::kernels;
+use crate::kernels::attention::rope::{HeadSizes, QkNorm, SplitQkvInputs, split_qkv};
+use crate::kernels::attention::{AttentionInputs, AttentionMask, attention};
 use crate::weights::Weights;
 use crate::weights::division::kv_head_unit;
 use crate::world::World;
@@ -233,7 +229,9 @@ impl Attention {
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
         let rotation = self.rotary.rotation(pass.queries().positions());
         let sizes = HeadSizes { heads, kv_heads, head_dim };
-        let q = split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, sizes, cached, &blocks.slots)?;
+        let (bias, slots) = (self.qkv_proj.bias.as_ref(), &blocks.slots);
+        let inputs = SplitQkvInputs { qkv: &qkv, bias, norms, rotation, sizes, layer: cached, slots };
+        let q = split_qkv(inputs)?;
 
         // 2. attend: each token attends only to its own sequence
         let mask = AttentionMask { window, scale, softcap };

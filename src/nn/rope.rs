@@ -298,7 +298,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::kernels::attention::rope::{HeadSizes, split_qkv};
+    use crate::kernels::attention::rope::{HeadSizes, SplitQkvInputs, split_qkv};
     use crate::kernels::attention::{BLOCK_TOKENS, CachedLayer};
 
     #[test]
@@ -314,9 +314,9 @@ mod tests {
         let sizes = HeadSizes { heads, kv_heads, head_dim };
         let cache = Tensor::zeros((BLOCK_TOKENS, kv_heads, head_dim), DType::F32, &Device::Cpu).unwrap();
         let layer = CachedLayer { k: &cache, v: &cache };
-        let q =
-            split_qkv(&qkv.unsqueeze(0).unwrap(), None, None, rotary.rotation(&positions), sizes, layer, &positions)
-                .unwrap();
+        let (parts, rotation, slots) = (qkv.unsqueeze(0).unwrap(), rotary.rotation(&positions), &positions);
+        let inputs = SplitQkvInputs { qkv: &parts, bias: None, norms: None, rotation, sizes, layer, slots };
+        let q = split_qkv(inputs).unwrap();
 
         // candle's rope takes [batch, heads, tokens, head_dim].
         let plain = qkv.narrow(1, 0, heads * head_dim).unwrap().reshape((1, tokens, heads, head_dim)).unwrap();

@@ -45,44 +45,42 @@ pub struct QkNorm<'t> {
     pub eps: f32,
 }
 
+/// The inputs of [`split_qkv`].
+#[derive(Clone, Copy)]
+pub struct SplitQkvInputs<'t> {
+    /// The output of the fused QKV projection without its bias, as 1 to `MAX_PRODUCT_PARTS` parts whose sum is the
+    /// output: f32 `[parts, tokens, (heads + 2 * kv_heads) * head_dim]`.
+    pub qkv: &'t Tensor,
+    /// The bias of the projection: f32 `[(heads + 2 * kv_heads) * head_dim]`.
+    pub bias: Option<&'t Tensor>,
+    pub norms: Option<QkNorm<'t>>,
+    pub rotation: Rotation<'t>,
+    pub sizes: HeadSizes,
+    /// The cached keys and values, both `[rows, kv_heads, head_dim]`.
+    pub layer: CachedLayer<'t>,
+    /// The row of the cache for each token: u32 `[tokens]`. The caller guarantees that the cache has these rows.
+    pub slots: &'t Tensor,
+}
+
 /// Splits the output of the fused QKV projection into q, k and v. Writes k and v to the KV cache.
 ///
 /// Adds the bias, applies the norms to q and k, and rotates the first elements of each q and k head.
 /// The number of rotated elements is twice the number of columns in `cos`.
 ///
-/// - qkv: f32 `[parts, tokens, (heads + 2 * kv_heads) * head_dim]`, at most `MAX_PRODUCT_PARTS` parts.
-///   The output of the projection is the sum over the parts.
-/// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
-/// - slots: u32 `[tokens]`, the row of the cache for each token. The caller guarantees that the cache has these rows.
-///
 /// Returns q, `[tokens, heads, head_dim]`, in the dtype of the cache.
-pub fn split_qkv(
-    qkv: &Tensor,
-    bias: Option<&Tensor>,
-    norms: Option<QkNorm>,
-    rotation: Rotation,
-    sizes: HeadSizes,
-    layer: CachedLayer,
-    slots: &Tensor,
-) -> Result<Tensor> {
-    check_inputs(qkv, bias, norms, rotation, sizes, layer, slots)?;
-    match qkv.device() {
-        Device::Cpu => split_qkv_on_cpu(qkv, bias, norms, rotation, sizes, layer, slots),
+pub fn split_qkv(inputs: SplitQkvInputs) -> Result<Tensor> {
+    check_inputs(inputs)?;
+    match inputs.qkv.device() {
+        Device::Cpu => split_qkv_on_cpu(inputs),
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => on_gpu::split_qkv(device, qkv, bias, norms, rotation, sizes, layer, slots),
-        _ => crate::kernels::unsupported("split_qkv", qkv),
+        Device::Cuda(device) => on_gpu::split_qkv(device, inputs),
+        _ => crate::kernels::unsupported("split_qkv", inputs.qkv),
     }
 }
 
-fn split_qkv_on_cpu(
-    qkv: &Tensor,
-    bias: Option<&Tensor>,
-    norms: Option<QkNorm>,
-    Rotation { cos, sin, positions }: Rotation,
-    sizes: HeadSizes,
-    layer: CachedLayer,
-    slots: &Tensor,
-) -> Result<Tensor> {
+fn split_qkv_on_cpu(inputs: SplitQkvInputs) -> Result<Tensor> {
+    let SplitQkvInputs { qkv, bias, norms, rotation, sizes, layer, slots } = inputs;
+    let Rotation { cos, sin, positions } = rotation;
     let HeadSizes { heads, kv_heads, head_dim } = sizes;
     let ((_, tokens, width), (_, half)) = (qkv.dims3()?, cos.dims2()?);
     let qkv = qkv.sum(0)?;
@@ -90,10 +88,9 @@ fn split_qkv_on_cpu(
     let x = qkv.flatten_all()?.to_vec1::<f32>()?;
     let (cos, sin) = (cos.flatten_all()?.to_vec1::<f32>()?, sin.flatten_all()?.to_vec1::<f32>()?);
     let positions = positions.to_vec1::<u32>()?;
-    let norms = norms.map(|norms| Ok::<_, candle_core::Error>((norms.q.to_vec1()?, norms.k.to_vec1()?, norms.eps)));
-    let norms = norms.transpose()?;
-    let norms = norms.as_ref().map(|(q, k, eps): &(Vec<f32>, Vec<f32>, f32)| (q.as_slice(), k.as_slice(), *eps));
-    let out = reference(&x, norms, (&cos, &sin), &positions, sizes, 2 * half);
+    let norms = norms
+        .map(|QkNorm { q, k, eps }| Ok::<_, candle_core::Error>(NormWeights { q: q.to_vec1()?, k: k.to_vec1()?, eps }));
+    let out = reference(&x, norms.transpose()?, &cos, &sin, &positions, sizes, 2 * half);
     let out = Tensor::from_vec(out, (tokens, width), &Device::Cpu)?.to_dtype(layer.k.dtype())?;
     let part = |first: usize, heads: usize| {
         out.narrow(1, first * head_dim, heads * head_dim)?.reshape((tokens, heads, head_dim))?.contiguous()
@@ -104,16 +101,9 @@ fn split_qkv_on_cpu(
     part(0, heads)
 }
 
-/// Checks the shapes and dtypes of the arguments of [`split_qkv`].
-fn check_inputs(
-    qkv: &Tensor,
-    bias: Option<&Tensor>,
-    norms: Option<QkNorm>,
-    rotation: Rotation,
-    sizes: HeadSizes,
-    layer: CachedLayer,
-    slots: &Tensor,
-) -> Result<()> {
+/// Checks the shapes and dtypes of the inputs of [`split_qkv`].
+fn check_inputs(inputs: SplitQkvInputs) -> Result<()> {
+    let SplitQkvInputs { qkv, bias, norms, rotation, sizes, layer, slots } = inputs;
     let Rotation { cos, sin, positions } = rotation;
     let HeadSizes { kv_heads, head_dim, .. } = sizes;
     let ((parts, tokens, width), (_, half)) = (qkv.dims3()?, cos.dims2()?);
@@ -163,17 +153,24 @@ fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
     Ok(())
 }
 
+/// The elements of a [`QkNorm`].
+struct NormWeights {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    eps: f32,
+}
+
 /// Applies the norms and RoPE in plain Rust. Does not add a bias.
 ///
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///
 /// - x: `[tokens, (heads + 2 * kv_heads) * head_dim]`
-/// - norms: the weights of the q norm and the k norm, each `[head_dim]`, and eps
 /// - cos, sin: `[positions, rotated / 2]`
-pub fn reference(
+fn reference(
     x: &[f32],
-    norms: Option<(&[f32], &[f32], f32)>,
-    (cos, sin): (&[f32], &[f32]),
+    norms: Option<NormWeights>,
+    cos: &[f32],
+    sin: &[f32],
     positions: &[u32],
     sizes: HeadSizes,
     rotated: usize,
@@ -185,9 +182,9 @@ pub fn reference(
         if row % all_heads >= heads + kv_heads {
             continue;
         }
-        if let Some((q_norm, k_norm, eps)) = norms {
-            let weight = if row % all_heads < heads { q_norm } else { k_norm };
-            out.copy_from_slice(&norm::reference(out, weight, None, eps));
+        if let Some(NormWeights { q, k, eps }) = &norms {
+            let weight = if row % all_heads < heads { q } else { k };
+            out.copy_from_slice(&norm::reference(out, weight, None, *eps));
         }
         let angles = positions[row / all_heads] as usize * half;
         for i in 0..half {
@@ -205,24 +202,16 @@ mod on_gpu {
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::{Result, Tensor};
 
-    use super::{HeadSizes, QkNorm, Rotation};
-    use crate::kernels::attention::paged::CachedLayer;
+    use super::{HeadSizes, Rotation, SplitQkvInputs};
     use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP, ROPE_WIDE_HEADS};
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
     use crate::kernels::scratch;
 
     /// Computes `split_qkv` on a GPU. The caller, [`super::split_qkv`], has checked all shapes and dtypes.
-    #[allow(clippy::too_many_arguments)]
-    pub fn split_qkv(
-        device: &CudaDevice,
-        qkv: &Tensor,
-        bias: Option<&Tensor>,
-        norms: Option<QkNorm>,
-        Rotation { cos, sin, positions }: Rotation,
-        HeadSizes { heads, kv_heads, head_dim }: HeadSizes,
-        layer: CachedLayer,
-        slots: &Tensor,
-    ) -> Result<Tensor> {
+    pub fn split_qkv(device: &CudaDevice, inputs: SplitQkvInputs) -> Result<Tensor> {
+        let SplitQkvInputs { qkv, bias, norms, rotation, sizes, layer, slots } = inputs;
+        let Rotation { cos, sin, positions } = rotation;
+        let HeadSizes { heads, kv_heads, head_dim } = sizes;
         let ((parts, tokens, _), (_, half), dtype) = (qkv.dims3()?, cos.dims2()?, layer.k.dtype());
         // SAFETY: the kernel writes every element of `q`.
         let q = unsafe { scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
@@ -252,11 +241,13 @@ mod on_gpu {
         // Only products of at most `DENSE_WGMMA_MAX_TOKENS` tokens have several parts, so they count as few tokens.
         // The kernel `split_qkv` must not run with several parts, because it reads only the first part.
         let has_few_tokens = tokens <= ROPE_FEW_TOKENS || parts > 1;
-        let (name, heads_per_warp) = match is_wide {
-            true if parts > 1 => ("split_qkv_wide_parts", ROPE_WIDE_HEADS * 256 / head_dim),
-            true => ("split_qkv_wide", ROPE_WIDE_HEADS * 256 / head_dim),
-            false if has_few_tokens => ("split_qkv_few_tokens", 1),
-            false => ("split_qkv", ROPE_HEADS_PER_WARP),
+        let (name, heads_per_warp) = if is_wide {
+            let name = if parts > 1 { "split_qkv_wide_parts" } else { "split_qkv_wide" };
+            (name, ROPE_WIDE_HEADS * 256 / head_dim)
+        } else if has_few_tokens {
+            ("split_qkv_few_tokens", 1)
+        } else {
+            ("split_qkv", ROPE_HEADS_PER_WARP)
         };
         let block = if has_few_tokens { 64 } else { 256 };
         let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);

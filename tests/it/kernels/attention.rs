@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use inferno::kernels::SumOrder;
-use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
+use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, SplitQkvInputs, split_qkv};
 use inferno::kernels::attention::{
     AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
 };
@@ -61,7 +61,9 @@ fn split_qkv_matches_its_reference() {
                 let (k, v) = (&cache, &cache.zeros_like().unwrap());
                 let (qkv, bias, slots) = (on_device(&qkv), bias.as_ref().map(on_device), on_device(&slots));
                 let layer = CachedLayer { k, v };
-                let q = split_qkv(&qkv, bias.as_ref(), norms, rotation, sizes, layer, &slots).unwrap();
+                let (bias, slots) = (bias.as_ref(), &slots);
+                let inputs = SplitQkvInputs { qkv: &qkv, bias, norms, rotation, sizes, layer, slots };
+                let q = split_qkv(inputs).unwrap();
                 (q, k.clone(), v.clone())
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
