@@ -3,33 +3,17 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-use super::grouped_gemm::grouped_gemm;
 use super::mxfp4::{E2M1_VALUES, MXFP4_BLOCK, e8m0_to_f32, mxfp4_dims};
 #[cfg(feature = "cuda")]
 use super::mxfp4_tiles::Mxfp4Tiles;
-#[cfg(feature = "cuda")]
-use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use crate::kernels::SumOrder;
 use crate::kernels::constants::MAX_EXPERTS;
-#[cfg(feature = "cuda")]
-use crate::kernels::constants::{EXPERT_GEMM_PAIRS, EXPERT_GEMM_ROWS, EXPERT_GEMM_THREADS};
-#[cfg(feature = "cuda")]
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::QuantizedMatrix;
-#[cfg(feature = "cuda")]
-use crate::kernels::quantized::{InputQuantization, fake_quantize, quantized_ops};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
 /// The maximum number of (token, expert) pairs in one call of [`expert_matmul`]: CUDA's maximum grid size in y.
 pub const MAX_PAIRS: usize = 65_535;
-
-/// The minimum number of (token, expert) pairs for which a GEMM kernel can replace the GEMV kernel.
-///
-/// A GEMM kernel reads an expert's weights once per tile of pairs. The GEMV kernel reads them once per pair.
-#[cfg(feature = "cuda")]
-const GEMM_FROM_PAIRS: usize = 64;
 
 /// The weight matrices of all experts, each `[rows, columns]`.
 #[derive(Clone, Debug)]
@@ -141,77 +125,101 @@ pub fn expert_matmul(
             Tensor::from_vec(out, (tokens, chosen, rows), &Device::Cpu)?.to_dtype(x.dtype())
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => cuda::expert_matmul(device, x, weights, bias, (ids, pairs_per_x), sum_order),
+        Device::Cuda(device) => {
+            let inputs = on_gpu::ExpertInputs { x, bias, ids, pairs_per_x };
+            on_gpu::expert_matmul(device, inputs, weights, sum_order)
+        }
         _ => unsupported("expert_matmul", x),
     }
 }
 
-/// The GPU implementation of [`expert_matmul`], called after that function has checked shapes and dtypes.
+/// Computes [`expert_matmul`] on a GPU. [`expert_matmul`] has checked all shapes and dtypes.
 #[cfg(feature = "cuda")]
-mod cuda {
+pub(super) mod on_gpu {
     use candle_core::cuda_backend::CudaDevice;
+    use candle_core::{DType, Result, Tensor, bail};
 
-    use super::*;
+    use super::ExpertWeights;
+    use crate::kernels::constants::{EXPERT_GEMM_PAIRS, EXPERT_GEMM_ROWS, EXPERT_GEMM_THREADS};
+    use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+    use crate::kernels::moe::grouped_gemm::grouped_gemm;
+    use crate::kernels::moe::mxfp4::mxfp4_dims;
+    use crate::kernels::moe::sort_by_expert::{SortedPairs, sort_by_expert};
+    use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, fake_quantize, quantized_ops};
+    use crate::kernels::{SumOrder, scratch};
+
+    /// The minimum number of (token, expert) pairs for which a GEMM kernel can replace the GEMV kernel.
+    ///
+    /// A GEMM kernel reads an expert's weights once per tile of pairs. The GEMV kernel reads them once per pair.
+    /// `docs/benchmark-history.md` has no measurement of other values.
+    const GEMM_FROM_PAIRS: usize = 64;
+
+    /// The inputs of [`expert_matmul`](super::expert_matmul()) without the weights.
+    #[derive(Clone, Copy)]
+    pub struct ExpertInputs<'t> {
+        pub x: &'t Tensor,
+        pub bias: Option<&'t Tensor>,
+        pub ids: &'t Tensor,
+        /// The number of consecutive ids that share a row of x: `chosen`, or 1 if x has three dimensions.
+        pub pairs_per_x: usize,
+    }
+
+    impl ExpertInputs<'_> {
+        /// Returns the shape of the product with weights of `rows` rows, `(tokens, chosen, rows)`.
+        pub fn output_shape(&self, rows: usize) -> Result<(usize, usize, usize)> {
+            let (tokens, chosen) = self.ids.dims2()?;
+            Ok((tokens, chosen, rows))
+        }
+    }
 
     pub fn expert_matmul(
         device: &CudaDevice,
-        x: &Tensor,
+        inputs: ExpertInputs,
         weights: &ExpertWeights,
-        bias: Option<&Tensor>,
-        (ids, pairs_per_x): (&Tensor, usize),
         sum_order: SumOrder,
     ) -> Result<Tensor> {
-        let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
+        let ExpertInputs { x, bias, ids, .. } = inputs;
+        let (_, rows, columns) = weights.dims()?;
         // The GEMM kernels do not support f32.
         // With `SumOrder::Fixed`, a token's results must not depend on the number of tokens in the batch, so the GEMV
         // kernel is used for batches of any size.
-        let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
-        if let ExpertWeights::Quantized(matrix, experts) = weights {
-            if bias.is_some() {
-                bail!("cannot multiply expert weights: quantized weights do not support a bias on a GPU");
-            }
-            return quantized_expert_matmul(device, x, matrix, *experts, (ids, pairs_per_x), needs_gemv);
-        }
-        // SAFETY: all kernels below write every element of `out`.
-        let out = unsafe { crate::kernels::scratch::empty((tokens, chosen, rows), x.dtype(), x.device())? };
+        let needs_gemv = ids.elem_count() < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
         match weights {
+            ExpertWeights::Quantized(..) if bias.is_some() => {
+                bail!("cannot multiply expert weights: quantized weights do not support a bias on a GPU")
+            }
+            // Dequantizing writes the weights of all experts to memory, and the product reads them again.
+            // With fewer than 4 pairs per expert on average, reading the quantized weights once per pair moves fewer
+            // bytes.
+            ExpertWeights::Quantized(matrix, experts) if needs_gemv || ids.elem_count() < 4 * experts => {
+                quantized_ops::expert_matvec(device, matrix, rows, x, ids, inputs.pairs_per_x)
+            }
+            ExpertWeights::Quantized(matrix, experts) => dequantized_gemm(device, matrix, *experts, inputs),
             ExpertWeights::Mxfp4 { blocks, scales } if needs_gemv => {
                 let weights = Arguments::new().tensor(blocks)?.tensor(scales)?;
-                gemv(device, "mxfp4", weights, x, bias, ids, (rows, columns, pairs_per_x), &out)?;
+                gemv(device, "mxfp4", weights, rows, columns, inputs)
             }
-            ExpertWeights::Mxfp4 { blocks, scales } => {
-                mxfp4_gemm(device, (blocks, scales), x, bias, ids, pairs_per_x, &out)?;
-            }
+            ExpertWeights::Mxfp4 { blocks, scales } => mxfp4_gemm(device, blocks, scales, inputs),
             ExpertWeights::Dense(dense) if needs_gemv || !columns.is_multiple_of(8) => {
                 let weights = Arguments::new().tensor(dense)?.optional(None)?;
-                gemv(device, "dense", weights, x, bias, ids, (rows, columns, pairs_per_x), &out)?;
+                gemv(device, "dense", weights, rows, columns, inputs)
             }
-            ExpertWeights::Dense(dense) => {
-                // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
-                unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
-            }
+            // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
+            ExpertWeights::Dense(dense) => unsafe { grouped_gemm(device, dense, inputs) },
             ExpertWeights::Mxfp4Tiles(_) => {
                 bail!("cannot multiply expert weights: expert_matmul does not support MXFP4 tiles")
             }
-            ExpertWeights::Quantized(..) => unreachable!("expert_matmul has already returned for quantized weights"),
         }
-        Ok(out)
     }
 
-    fn quantized_expert_matmul(
+    /// Dequantizes the weights of all experts to the dtype of x, and computes the product as for float weights.
+    fn dequantized_gemm(
         device: &CudaDevice,
-        x: &Tensor,
         matrix: &QuantizedMatrix,
         experts: usize,
-        (ids, pairs_per_x): (&Tensor, usize),
-        needs_gemv: bool,
+        inputs: ExpertInputs,
     ) -> Result<Tensor> {
-        let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
-        // Dequantizing writes the weights of all experts to memory, and the product reads them again.
-        // With fewer than 4 pairs per expert on average, reading the quantized weights once per pair moves fewer bytes.
-        if needs_gemv || ids.elem_count() < 4 * experts {
-            return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
-        }
+        let ((all_rows, columns), x) = (matrix.dims(), inputs.x);
         let rounded = match matrix.input_quantization {
             InputQuantization::None => x.clone(),
             rounding => {
@@ -219,40 +227,37 @@ mod cuda {
                 fake_quantize(device, &flat, rounding)?.reshape(x.shape())?
             }
         };
-        let dense = matrix.dequantize(x.dtype())?.reshape((experts, rows, columns))?;
-        super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids, SumOrder::Fastest)
+        let dense = matrix.dequantize(x.dtype())?.reshape((experts, all_rows / experts, columns))?;
+        super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), inputs.bias, inputs.ids, SumOrder::Fastest)
     }
 
-    /// Launches a GEMV kernel with one warp per element of `out`. `weights` holds the kernel's first two arguments.
-    #[allow(clippy::too_many_arguments)]
+    /// Launches a GEMV kernel with one warp per element of the output.
+    /// `weights` holds the kernel's first two arguments.
     fn gemv(
         device: &CudaDevice,
         kind: &str,
         weights: Arguments,
-        x: &Tensor,
-        bias: Option<&Tensor>,
-        ids: &Tensor,
-        (rows, columns, pairs_per_x): (usize, usize, usize),
-        out: &Tensor,
-    ) -> Result<()> {
+        rows: usize,
+        columns: usize,
+        inputs: ExpertInputs,
+    ) -> Result<Tensor> {
+        let ExpertInputs { x, bias, ids, pairs_per_x } = inputs;
+        // SAFETY: the kernel writes every element of `out`.
+        let out = unsafe { scratch::empty(inputs.output_shape(rows)?, x.dtype(), x.device())? };
         let arguments =
-            weights.optional(bias)?.tensor(x)?.tensor(ids)?.tensor(out)?.int(rows).int(columns).int(pairs_per_x);
+            weights.optional(bias)?.tensor(x)?.tensor(ids)?.tensor(&out)?.int(rows).int(columns).int(pairs_per_x);
         let kernel = format!("expert_gemv_{kind}_{}", dtype_suffix(x.dtype())?);
         let shape = LaunchShape::one_warp_each(rows).with_grid_y(ids.elem_count());
         // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
-        unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
+        unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device)? };
+        Ok(out)
     }
 
-    fn mxfp4_gemm(
-        device: &CudaDevice,
-        (blocks, scales): (&Tensor, &Tensor),
-        x: &Tensor,
-        bias: Option<&Tensor>,
-        ids: &Tensor,
-        pairs_per_x: usize,
-        out: &Tensor,
-    ) -> Result<()> {
+    fn mxfp4_gemm(device: &CudaDevice, blocks: &Tensor, scales: &Tensor, inputs: ExpertInputs) -> Result<Tensor> {
+        let ExpertInputs { x, bias, ids, pairs_per_x } = inputs;
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
+        // SAFETY: the kernel writes every element of `out`.
+        let out = unsafe { scratch::empty(inputs.output_shape(rows)?, x.dtype(), x.device())? };
         let SortedPairs { sorted, offsets, .. } = sort_by_expert(device, ids, experts)?;
         let arguments = Arguments::new()
             .tensor(blocks)?
@@ -261,7 +266,7 @@ mod cuda {
             .tensor(x)?
             .tensor(&sorted)?
             .tensor(&offsets)?
-            .tensor(out)?
+            .tensor(&out)?
             .int(rows)
             .int(columns)
             .int(pairs_per_x)
@@ -271,7 +276,8 @@ mod cuda {
         let shape = LaunchShape::new((rows.div_ceil(EXPERT_GEMM_ROWS), tiles, 1), EXPERT_GEMM_THREADS);
         // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
         // The grid covers the maximum number of tiles.
-        unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
+        unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device)? };
+        Ok(out)
     }
 }
 
@@ -322,7 +328,6 @@ pub fn reference(
             fill(&dot, &mut out);
         }
         ExpertWeights::Quantized(matrix, _) => {
-            let columns = x.len() / (ids.len() / pairs_per_x).max(1);
             let x = Tensor::from_slice(x, (x.len() / columns.max(1), columns), &Device::Cpu)?;
             for (pair, (id, out)) in ids.iter().zip(out.chunks_exact_mut(rows)).enumerate() {
                 let expert = matrix.rows(*id as usize * rows, rows)?;

@@ -4,33 +4,24 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
+use super::experts::on_gpu::ExpertInputs;
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED_GEMM_STAGES, GROUPED_GEMM_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+use crate::kernels::scratch;
 
-/// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
-/// If x has three dimensions, uses `x[t, n]` instead of `x[t]`.
+/// Computes [`expert_matmul`](super::experts::expert_matmul) for float weights. Returns `[tokens, chosen, rows]`.
 ///
-/// - weights: `[experts, rows, columns]`; `columns` is a multiple of 8
-/// - bias: `[experts, rows]`
-/// - x: `[tokens, columns]` if `pairs_per_x` is `chosen`, or `[tokens, chosen, columns]` if `pairs_per_x` is 1
-/// - ids: u32 `[tokens, chosen]`
-/// - out: `[tokens, chosen, rows]`
-///
-/// All tensors except `ids` have the same dtype: bf16 or f16.
+/// `weights` is `[experts, rows, columns]`, in the dtype of x (bf16 or f16). `columns` is a multiple of 8.
 ///
 /// # Safety
-/// The tensors must have the shapes and dtypes listed above, and every id must be less than the number of experts.
-pub(super) unsafe fn grouped_gemm(
-    device: &CudaDevice,
-    x: &Tensor,
-    weights: &Tensor,
-    bias: Option<&Tensor>,
-    ids: &Tensor,
-    pairs_per_x: usize,
-    out: &Tensor,
-) -> Result<()> {
+/// The inputs must have the shapes and dtypes that `expert_matmul` checks, and every id must be less than the number of
+/// experts.
+pub(super) unsafe fn grouped_gemm(device: &CudaDevice, weights: &Tensor, inputs: ExpertInputs) -> Result<Tensor> {
+    let ExpertInputs { x, bias, ids, pairs_per_x } = inputs;
     let ((experts, rows, columns), pairs) = (weights.dims3()?, ids.elem_count());
+    // SAFETY: the kernel writes every element of `out`.
+    let out = unsafe { scratch::empty(inputs.output_shape(rows)?, x.dtype(), x.device())? };
     let SortedPairs { sorted, offsets, .. } = sort_by_expert(device, ids, experts)?;
     let arguments = Arguments::new()
         .tensor(weights)?
@@ -38,7 +29,7 @@ pub(super) unsafe fn grouped_gemm(
         .tensor(x)?
         .tensor(&sorted)?
         .tensor(&offsets)?
-        .tensor(out)?
+        .tensor(&out)?
         .int(rows)
         .int(columns)
         .int(pairs_per_x)
@@ -50,5 +41,6 @@ pub(super) unsafe fn grouped_gemm(
         .with_shared_bytes(GROUPED_GEMM_STAGES * (tile_pairs + GROUPED_GEMM_ROWS) * row_bytes);
     let kernel = format!("grouped_gemm_{tile_pairs}_{}", dtype_suffix(x.dtype())?);
     // SAFETY: the caller guarantees valid shapes and ids; the grid covers the maximum number of tiles.
-    unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device) }
+    unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device)? };
+    Ok(out)
 }
