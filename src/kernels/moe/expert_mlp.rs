@@ -17,6 +17,7 @@ use crate::kernels::unsupported;
 
 /// [`spread_tokens`] copies each row of x with several warps if x has at most this many rows.
 /// With one warp per row, so few rows would occupy less than half of the 132 · 64 = 8448 warps of an H100 or H200.
+/// `docs/benchmark-history.md` has no measurement of other values.
 const COPY_FEW_ROWS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.
@@ -66,7 +67,7 @@ pub fn expert_mlp(
     let h = empty(intermediate.div_ceil(64) * tiled_rows * 64, dtype)?;
     let y = empty(pairs * columns, dtype)?;
     let suffix = dtype_suffix(dtype)?;
-    let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims(), sum_order)?;
+    let kernel = ProductKernel::choose(device, pairs, gate_up.tiles, sum_order)?;
 
     // h = clamped_swiglu(gate_up · x + bias), y = down · h + bias
     let x_or_tiled = match kernel {

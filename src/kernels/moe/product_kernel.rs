@@ -15,12 +15,9 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors, runs_wgmma};
 
 /// The largest average number of pairs per expert at which `expert_few_pairs.cu` is used instead of `expert_mlp.cu`.
-/// The value suits an H200: there, `expert_few_pairs.cu` was faster up to 5 pairs per expert, and about equally fast
-/// with 6. On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on
-/// (`docs/benchmark-history.md`).
-/// Both measurements were made before `expert_mlp.cu` used tensor maps.
-/// With tensor maps and longer stages, its kernels for few pairs take 2% to 12% less time (H200), so a lower limit may
-/// be better now.
+///
+/// On an H200, `expert_few_pairs.cu` was faster up to this limit (`docs/benchmark-history.md`, "Limits of the expert
+/// kernel for batches"). Since then, tensor maps have made `expert_mlp.cu` faster, so a lower limit may be better.
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles.
@@ -37,14 +34,9 @@ pub(super) enum ProductKernel {
 impl ProductKernel {
     /// Chooses the kernel based on the average number of pairs per expert, the sizes of the experts, the GPU and the
     /// order of additions.
-    /// `gate_up` is `(experts, rows, columns)`, the dimensions of the fused gate and up weights.
-    pub fn choose(
-        device: &CudaDevice,
-        pairs: usize,
-        gate_up: (usize, usize, usize),
-        sum_order: SumOrder,
-    ) -> Result<Self> {
-        let (experts, rows, columns) = gate_up;
+    /// `gate_up` are the fused gate and up weights.
+    pub fn choose(device: &CudaDevice, pairs: usize, gate_up: &Mxfp4Tiles, sum_order: SumOrder) -> Result<Self> {
+        let (experts, rows, columns) = gate_up.dims();
         let multiprocessors = multiprocessors(device)?;
         // The kernels in `expert_mlp.cu` always add the products of a row in the same order.
         // The kernels in `expert_few_pairs.cu` divide the sums of some rows among warps, depending on the routing.
