@@ -203,6 +203,18 @@ impl BlockTables {
     }
 }
 
+/// The keys and values of one layer, and the place of the layer in the model's layer groups.
+pub struct GroupedLayer<'c> {
+    /// The layer group of the layer.
+    pub group: usize,
+    /// The index of the layer among all of the model's layers in `group`.
+    pub index: usize,
+    /// The keys, `[rows, kv_heads, head_dim]`.
+    pub k: &'c Tensor,
+    /// The values, `[rows, kv_heads, head_dim]`.
+    pub v: &'c Tensor,
+}
+
 /// The keys and values of all sequences, in the layers of one rank.
 pub struct KvCache {
     layout: CacheLayout,
@@ -259,12 +271,11 @@ impl KvCache {
         CachedLayer { k, v }
     }
 
-    /// Returns the keys and values of all layers in this cache, both `[rows, kv_heads, head_dim]`, in layer order.
-    /// Each layer comes with its layer group, and with its index among all of the model's layers in that group.
-    pub fn own_layers(&self) -> impl Iterator<Item = (usize, usize, [&Tensor; 2])> {
+    /// Returns all layers in this cache, in layer order.
+    pub fn own_layers(&self) -> impl Iterator<Item = GroupedLayer<'_>> {
         self.layout.places.iter().map(|&(group, index)| {
             let (k, v) = &self.layers[index];
-            (group, self.layout.earlier_layers[group] + index, [k, v])
+            GroupedLayer { group, index: self.layout.earlier_layers[group] + index, k, v }
         })
     }
 

@@ -29,7 +29,7 @@ use safetensors::SafeTensors;
 use super::BlockManager;
 use crate::files;
 use crate::kernels::rows::copy_rows;
-use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
+use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, GroupedLayer, KvCache};
 use crate::runner::Runner;
 
 /// The metadata key for the fingerprint of the model files, the build and the settings.
@@ -138,8 +138,8 @@ fn read_tokens(bytes: &[u8]) -> Result<Vec<u32>> {
 /// Leaves out empty tensors.
 fn read_blocks(prefix: &PrefixBlocks, cache: &KvCache) -> Result<Vec<(String, Tensor)>> {
     let mut tensors = Vec::new();
-    for (group, layer, pair) in cache.own_layers() {
-        for (kind, tensor) in ["k", "v"].into_iter().zip(pair) {
+    for GroupedLayer { group, index, k, v } in cache.own_layers() {
+        for (kind, tensor) in [("k", k), ("v", v)] {
             if tensor.elem_count() == 0 {
                 continue;
             }
@@ -148,7 +148,7 @@ fn read_blocks(prefix: &PrefixBlocks, cache: &KvCache) -> Result<Vec<(String, Te
             });
             let rows = rows.collect::<Result<Vec<_>>>()?;
             if !rows.is_empty() {
-                tensors.push((tensor_name(group, layer, kind), Tensor::cat(&rows, 0)?));
+                tensors.push((tensor_name(group, index, kind), Tensor::cat(&rows, 0)?));
             }
         }
     }
@@ -189,9 +189,9 @@ fn write_blocks(
     first_head: usize,
     all_heads: usize,
 ) -> Result<()> {
-    for (group, layer, pair) in cache.own_layers() {
-        for (kind, to) in ["k", "v"].into_iter().zip(pair) {
-            let (name, blocks) = (tensor_name(group, layer, kind), prefix.visible[group].len());
+    for GroupedLayer { group, index, k, v } in cache.own_layers() {
+        for (kind, to) in [("k", k), ("v", v)] {
+            let (name, blocks) = (tensor_name(group, index, kind), prefix.visible[group].len());
             let (_, own_heads, head_dim) = to.dims3()?;
             if blocks == 0 || own_heads == 0 {
                 continue;

@@ -75,7 +75,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             let blocks = plan.cache_blocks(capacity);
             let cache = KvCache::new(decoder.cache_layout(), blocks, DType::BF16, &Device::Cpu).unwrap();
             // Layers of different layer groups share tensors, so count each tensor once.
-            let tensors = cache.own_layers().flat_map(|(_, _, pair)| pair.map(|tensor| (tensor.id(), tensor)));
+            let tensors = cache.own_layers().flat_map(|layer| [layer.k, layer.v].map(|tensor| (tensor.id(), tensor)));
             let tensors = tensors.collect::<HashMap<_, _>>().into_values();
             let cache_bytes: usize = tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
             let cache_bytes = cache_bytes as u64;
