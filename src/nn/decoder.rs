@@ -20,15 +20,12 @@ use super::pass::{Pass, PassBatch, RowSelection};
 use super::residual::PartialForm;
 use super::residual::Residual;
 use super::rope::RotaryEmbedding;
-use crate::kernels::SumOrder;
+use crate::kernels::attention::AttentionBackend;
 #[cfg(feature = "cuda")]
 use crate::kernels::matmul::{dense_wgmma::LogitsOutput, matmul_best};
-use crate::kernels::scratch;
-use crate::kernels::{
-    attention::AttentionBackend,
-    matrix::Matrix,
-    rows::{embed, soft_cap},
-};
+use crate::kernels::matrix::Matrix;
+use crate::kernels::rows::{embed, soft_cap};
+use crate::kernels::{SumOrder, scratch};
 use crate::weights::{TensorTable, Weights};
 use crate::world::World;
 
@@ -45,7 +42,7 @@ pub struct Decoder {
     pub(crate) embed_tokens: Matrix,
     /// The compute dtype, which is also the dtype of the KV cache.
     dtype: DType,
-    /// The layers that this rank runs. With `--split layers`, a rank runs only some of the model's layers.
+    /// The layers that this rank runs: its stage if the ranks divide the layers (see [`World::stages`]), otherwise all.
     layers: Vec<DecoderLayer>,
     /// The index in the model of the first element of `layers`.
     first_layer: usize,
@@ -65,7 +62,7 @@ pub struct Decoder {
     context: usize,
     backend: AttentionBackend,
     world: World,
-    /// The ranks that divide each layer: all ranks, or only this rank with `--split layers`.
+    /// The ranks that divide each layer: all ranks, or only this rank if the ranks run stages.
     layer_world: World,
 }
 
@@ -109,7 +106,7 @@ impl Decoder {
             first_layer: own.start,
             layer_count,
             norm: Norm::load(&root.at(names.norm), hidden_size, config.norm)?,
-            lm_head: load_head(weights, &embed_tokens, (vocab_size, hidden_size), tie_word_embeddings)?,
+            lm_head: load_head(weights, &embed_tokens, vocab_size, hidden_size, tie_word_embeddings)?,
             embed_positions: config.learned_positions.map(load_positions).transpose()?,
             embed_scale: config.embed_scale,
             final_softcap: config.final_softcap,
@@ -242,10 +239,7 @@ impl Decoder {
     fn exchange_stage(&self, is_own: bool, x: &Tensor, rows: usize) -> Result<Tensor> {
         scratch::begin_layer();
         // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
-        let result = match is_own {
-            true => x.clone(),
-            false => Tensor::zeros((rows, x.dim(1)?), x.dtype(), x.device())?,
-        };
+        let result = if is_own { x.clone() } else { Tensor::zeros((rows, x.dim(1)?), x.dtype(), x.device())? };
         Ok(self.world.sum(&result)?)
     }
 
@@ -346,7 +340,7 @@ impl Decoder {
         (self.first_layer..).zip(&self.layers)
     }
 
-    /// Returns the number of stages: ranges of layers that the ranks run one after another (`--split layers`).
+    /// Returns the number of stages: ranges of layers that the ranks run one after another (see [`World::stages`]).
     /// Returns 1 if the ranks divide each layer.
     pub(crate) fn stages(&self) -> usize {
         self.world.stages().map_or(1, <[_]>::len)
@@ -448,7 +442,7 @@ fn load_layers(
 }
 
 /// Loads an embedding `[vocab, hidden]`.
-/// `--quantize` applies to a float embedding only if the embedding is also the output head (`is_head`).
+/// A float embedding stays unquantized unless it is also the output head (`is_head`).
 /// Quantization speeds up the output head, which reads all rows, but not the lookup, which reads one row per token.
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
@@ -459,7 +453,8 @@ fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_h
 fn load_head(
     weights: &Weights,
     embedding: &Matrix,
-    (vocab_size, hidden_size): (usize, usize),
+    vocab_size: usize,
+    hidden_size: usize,
     is_tied: bool,
 ) -> Result<Linear> {
     let share = weights.world().share(vocab_size, 1);

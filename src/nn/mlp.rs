@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
-use candle_nn::Activation;
+use candle_nn::Activation as ConfigActivation;
 
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::moe::{ClampedMoe, GatedMoe};
 use super::residual::{PartialForm, PartialOutput, PartialRows};
 use crate::kernels::SumOrder;
-use crate::kernels::activation::{self, gated};
+use crate::kernels::activation::{Activation, gated};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::weights::Weights;
 
@@ -92,13 +92,15 @@ impl Mlp {
     }
 
     /// Returns how many bytes of this rank's weights a decode step reads for one token.
+    /// Of a mixture of experts, counts the router and the experts of the token.
     pub fn step_bytes(&self) -> u64 {
-        match self {
+        let always_read = match self {
             Mlp::Gated(mlp) => mlp.gate_up_proj.bytes() + mlp.down_proj.bytes(),
             Mlp::Plain(mlp) => mlp.fc.bytes() + mlp.proj.bytes(),
-            Mlp::GatedMoe(moe) => moe.step_bytes(),
-            Mlp::ClampedMoe(moe) => moe.step_bytes(),
-        }
+            Mlp::GatedMoe(moe) => moe.router.bytes(),
+            Mlp::ClampedMoe(moe) => moe.router.bytes(),
+        };
+        always_read + self.expert_cost().map_or(0, |cost| cost.per_token as u64 * cost.bytes)
     }
 }
 
@@ -107,7 +109,7 @@ pub struct GatedMlp {
     /// The stacked weights: the gate_proj rows, then the up_proj rows.
     gate_up_proj: Linear,
     pub(crate) down_proj: Linear,
-    pub(crate) activation: activation::Activation,
+    pub(crate) activation: Activation,
     dtype: DType,
 }
 
@@ -118,13 +120,13 @@ impl GatedMlp {
         hidden_size: usize,
         intermediate_size: usize,
         bias: Bias,
-        activation: Activation,
+        activation: ConfigActivation,
     ) -> Result<Self> {
         let down = weights.at("down_proj");
         let share = intermediate_share(&down, intermediate_size)?;
         let part = |name| (weights.at(name).rows([share.clone()], intermediate_size), share.len());
         let gate_up_proj = Linear::load_stacked(&[part("gate_proj"), part("up_proj")], hidden_size, bias)?;
-        Self::new(gate_up_proj, &down, share, (hidden_size, intermediate_size), bias, activation)
+        Self::new(gate_up_proj, &down, share, hidden_size, intermediate_size, bias, activation)
     }
 
     /// Loads this rank's part of `gate_up_proj` and `down_proj`, without biases.
@@ -133,23 +135,24 @@ impl GatedMlp {
         weights: &Weights,
         hidden_size: usize,
         intermediate_size: usize,
-        activation: Activation,
+        activation: ConfigActivation,
     ) -> Result<Self> {
         let down = weights.at("down_proj");
         let share = intermediate_share(&down, intermediate_size)?;
         let rows = gate_up_rows(&share, intermediate_size);
         let gate_up = weights.at("gate_up_proj").rows(rows, 2 * intermediate_size);
         let gate_up_proj = Linear::load(&gate_up, hidden_size, 2 * share.len(), Bias::Without)?;
-        Self::new(gate_up_proj, &down, share, (hidden_size, intermediate_size), Bias::Without, activation)
+        Self::new(gate_up_proj, &down, share, hidden_size, intermediate_size, Bias::Without, activation)
     }
 
     fn new(
         gate_up_proj: Linear,
         down: &Weights,
         share: Range<usize>,
-        (hidden_size, intermediate_size): (usize, usize),
+        hidden_size: usize,
+        intermediate_size: usize,
         bias: Bias,
-        activation: Activation,
+        activation: ConfigActivation,
     ) -> Result<Self> {
         let columns = share.len();
         let down_proj = Linear::load(&down.columns(share, intermediate_size), columns, hidden_size, bias)?;
@@ -185,7 +188,7 @@ impl GatedMlp {
 pub struct PlainMlp {
     fc: Linear,
     proj: Linear,
-    activation: activation::Activation,
+    activation: Activation,
     dtype: DType,
 }
 
@@ -195,7 +198,7 @@ impl PlainMlp {
         weights: &Weights,
         hidden_size: usize,
         intermediate_size: usize,
-        activation: Activation,
+        activation: ConfigActivation,
     ) -> Result<Self> {
         let (fc, proj) = (weights.at("c_fc"), weights.at("c_proj"));
         let share = intermediate_share(&proj, intermediate_size)?;
@@ -226,10 +229,10 @@ fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<
 }
 
 /// Converts an activation from config.json to the type that the kernels use. Fails if no kernel implements it.
-fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
+fn kernel_activation(activation: ConfigActivation) -> Result<Activation> {
     match activation {
-        Activation::Silu | Activation::Swish => Ok(activation::Activation::Silu),
-        Activation::NewGelu | Activation::GeluPytorchTanh => Ok(activation::Activation::GeluTanh),
+        ConfigActivation::Silu | ConfigActivation::Swish => Ok(Activation::Silu),
+        ConfigActivation::NewGelu | ConfigActivation::GeluPytorchTanh => Ok(Activation::GeluTanh),
         other => bail!("activation {other:?} is not supported"),
     }
 }

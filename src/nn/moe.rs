@@ -131,11 +131,6 @@ impl GatedMoe {
         (self.gate_up_proj.bytes() + self.down_proj.bytes()) / self.config.experts as u64
     }
 
-    /// Returns how many bytes of this rank's weights a decode step reads for one token: router and chosen experts.
-    pub fn step_bytes(&self) -> u64 {
-        self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
-    }
-
     /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, f32 `[tokens, hidden]`.
     pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         if self.down_proj.dims()?.2 == 0 {
@@ -236,11 +231,6 @@ impl ClampedMoe {
     /// Returns the counters of small batches and of their distinct experts.
     pub fn usage(&self) -> &ExpertUsage {
         &self.usage
-    }
-
-    /// Returns how many bytes of this rank's weights a decode step reads for one token: router and chosen experts.
-    pub fn step_bytes(&self) -> u64 {
-        self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, `[tokens, hidden]`.
