@@ -384,7 +384,8 @@ impl Decoder {
     pub fn take_used_experts(&self) -> Result<Option<f64>> {
         let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());
         let counts = usage.map(|usage| usage.take()).collect::<candle_core::Result<Vec<_>>>()?;
-        let (batches, experts) = counts.iter().fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
+        let batches: u64 = counts.iter().map(|count| count.batches).sum();
+        let experts: u64 = counts.iter().map(|count| count.experts).sum();
         Ok((batches > 0).then(|| experts as f64 / batches as f64))
     }
 

@@ -9,6 +9,14 @@ use candle_core::{DType, Device, Result, Tensor};
 #[derive(Debug)]
 pub struct ExpertUsage(Tensor);
 
+/// The values of the counters of an [`ExpertUsage`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UsageCounts {
+    pub batches: u64,
+    /// The number of distinct experts per batch, summed over the batches.
+    pub experts: u64,
+}
+
 impl ExpertUsage {
     /// Creates both counters with the value zero.
     pub fn new(device: &Device) -> Result<Self> {
@@ -22,9 +30,9 @@ impl ExpertUsage {
     }
 
     /// Returns the values of the two counters, and resets them to zero. Waits for the device.
-    pub fn take(&self) -> Result<(u64, u64)> {
+    pub fn take(&self) -> Result<UsageCounts> {
         let counts: Vec<u32> = self.0.to_vec1()?;
         self.0.zero_set()?;
-        Ok((counts[0].into(), counts[1].into()))
+        Ok(UsageCounts { batches: counts[0].into(), experts: counts[1].into() })
     }
 }

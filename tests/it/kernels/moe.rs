@@ -194,7 +194,7 @@ fn routed_pairs_match_separate_operations() {
     use crate::support::gpu;
     use inferno::kernels::launch::runs_hopper_code;
     use inferno::kernels::matmul::matmul_f32;
-    use inferno::kernels::moe::expert_usage::ExpertUsage;
+    use inferno::kernels::moe::expert_usage::{ExpertUsage, UsageCounts};
     use inferno::kernels::moe::route::RoutedPairs;
     struct Case {
         tokens: usize,
@@ -266,9 +266,10 @@ fn routed_pairs_match_separate_operations() {
             }
             assert_eq!(got, ids.iter().copied().map(Some).collect::<Vec<_>>());
         }
-        let counted = if is_one_launch { (8, 8 * used.len() as u64) } else { (0, 0) };
+        let counted = UsageCounts { batches: 8, experts: 8 * used.len() as u64 };
+        let counted = if is_one_launch { counted } else { UsageCounts::default() };
         assert_eq!(usage.take().unwrap(), counted, "{tokens} tokens");
-        assert_eq!(usage.take().unwrap(), (0, 0));
+        assert_eq!(usage.take().unwrap(), UsageCounts::default());
     }
 }
 
