@@ -52,60 +52,71 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     let rounding = rounding(dtype);
     let target = CheckTarget { device, dtype };
     let mut checks = vec![
-        check("embed", target, 0.0, &|target| {
-            embed(&target.put(&noise(1, &[51, 37], dtype)?)?, &target.ids(&[3, 50, 0, 17])?, 0.5)
+        check("embed", target, 0.0, &|target, noise| {
+            embed(&target.put(&noise.tensor(&[51, 37], dtype)?)?, &target.ids(&[3, 50, 0, 17])?, 0.5)
         }),
-        check("add_bias", target, 1e-6, &|target| {
-            add_bias(&target.f32(&noise(2, &[9, 37], DType::F32)?)?, &target.f32(&noise(3, &[37], DType::F32)?)?)
+        check("add_bias", target, 1e-6, &|target, noise| {
+            add_bias(
+                &target.f32(&noise.tensor(&[9, 37], DType::F32)?)?,
+                &target.f32(&noise.tensor(&[37], DType::F32)?)?,
+            )
         }),
-        check("copy_rows", target, 0.0, &|target| {
-            let to = target.put(&noise(4, &[13, 5], dtype)?)?;
-            copy_rows(&to, &target.put(&noise(5, &[4, 5], dtype)?)?, 7)?;
+        check("copy_rows", target, 0.0, &|target, noise| {
+            let to = target.put(&noise.tensor(&[13, 5], dtype)?)?;
+            copy_rows(&to, &target.put(&noise.tensor(&[4, 5], dtype)?)?, 7)?;
             Ok(to)
         }),
-        check("soft_cap", target, 1e-5, &|target| soft_cap(&target.f32(&noise(38, &[9, 37], DType::F32)?)?, 3.0)),
-        check("add_norm", target, rounding, &|target| norm(target, NormKind::RmsNorm)),
-        check("add_norm, layer norm", target, rounding, &|target| norm(target, NormKind::LayerNorm)),
-        check("split_qkv", target, rounding, &|target| rope(target, QkNorms::Without)),
-        check("split_qkv, with norms", target, rounding, &|target| rope(target, QkNorms::With)),
-        check("clamped_swiglu", target, rounding, &|target| {
-            clamped_swiglu(&target.put(&noise(9, &[3, 514], dtype)?)?, 7.0)
+        check("soft_cap", target, 1e-5, &|target, noise| {
+            soft_cap(&target.f32(&noise.tensor(&[9, 37], DType::F32)?)?, 3.0)
         }),
-        check("gated, silu", target, rounding, &|target| activation(target, Activation::Silu)),
-        check("gated, gelu", target, rounding, &|target| activation(target, Activation::GeluTanh)),
-        check("gated_halves", target, rounding, &|target| {
-            gated_halves(&target.put(&noise(39, &[3, 514], dtype)?)?, Activation::Silu, dtype)
+        check("add_norm", target, rounding, &|target, noise| norm(target, noise, NormKind::RmsNorm)),
+        check("add_norm, layer norm", target, rounding, &|target, noise| norm(target, noise, NormKind::LayerNorm)),
+        check("split_qkv", target, rounding, &|target, noise| rope(target, noise, QkNorms::Without)),
+        check("split_qkv, with norms", target, rounding, &|target, noise| rope(target, noise, QkNorms::With)),
+        check("clamped_swiglu", target, rounding, &|target, noise| {
+            clamped_swiglu(&target.put(&noise.tensor(&[3, 514], dtype)?)?, 7.0)
         }),
-        check("topk_softmax", target, 1e-5, &|target| routing(target, dtype, Softmax::OverChosen)),
-        check("topk_softmax, over all experts", target, 1e-5, &|target| routing(target, dtype, Softmax::OverAll)),
-        check("matmul", target, rounding, &|target| {
+        check("gated, silu", target, rounding, &|target, noise| activation(target, noise, Activation::Silu)),
+        check("gated, gelu", target, rounding, &|target, noise| activation(target, noise, Activation::GeluTanh)),
+        check("gated_halves", target, rounding, &|target, noise| {
+            gated_halves(&target.put(&noise.tensor(&[3, 514], dtype)?)?, Activation::Silu, dtype)
+        }),
+        check("topk_softmax", target, 1e-5, &|target, noise| routing(target, noise, dtype, Softmax::OverChosen)),
+        check("topk_softmax, over all experts", target, 1e-5, &|target, noise| {
+            routing(target, noise, dtype, Softmax::OverAll)
+        }),
+        check("matmul", target, rounding, &|target, noise| {
             matmul_f32(
-                &target.put(&noise(13, &[5, 96], dtype)?)?,
-                &target.put(&noise(14, &[72, 96], dtype)?)?,
+                &target.put(&noise.tensor(&[5, 96], dtype)?)?,
+                &target.put(&noise.tensor(&[72, 96], dtype)?)?,
                 SumOrder::Fastest,
             )
         }),
     ];
     for (name, tokens) in [("experts mxfp4, few tokens", 3), ("experts mxfp4, many tokens", 33)] {
-        checks.push(check(name, target, rounding, &|target| experts(target, tokens, ExpertFormat::Mxfp4)));
+        checks
+            .push(check(name, target, rounding, &|target, noise| experts(target, noise, tokens, ExpertFormat::Mxfp4)));
     }
     for (name, tokens) in
         [("experts dense, few tokens", 3), ("experts dense, many tokens", 33), ("experts dense, 331 tokens", 331)]
     {
-        checks.push(check(name, target, rounding, &|target| experts(target, tokens, ExpertFormat::Dense)));
+        checks
+            .push(check(name, target, rounding, &|target, noise| experts(target, noise, tokens, ExpertFormat::Dense)));
     }
-    checks.push(check("combine", target, 1e-5, &|target| {
-        combine(&target.put(&noise(43, &[5, 3, 37], dtype)?)?, &target.f32(&noise(44, &[5, 3], DType::F32)?)?)
+    checks.push(check("combine", target, 1e-5, &|target, noise| {
+        combine(&target.put(&noise.tensor(&[5, 3, 37], dtype)?)?, &target.f32(&noise.tensor(&[5, 3], DType::F32)?)?)
     }));
     checks.extend(attention_checks(target, 2.0 * rounding));
     checks.extend(quantized_checks(target, 2.0 * rounding.max(1e-4)));
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
         // `expert_few_pairs.cu` requires hidden and intermediate sizes that are multiples of 192.
-        for (name, tokens, sizes) in
-            [("expert_mlp, few tokens", 5, (192, 384)), ("expert_mlp, many tokens", 301, (96, 160))]
+        for (name, tokens, hidden, intermediate) in
+            [("expert_mlp, few tokens", 5, 192, 384), ("expert_mlp, many tokens", 301, 96, 160)]
         {
-            checks.push(check(name, target, 2.0 * rounding, &|target| fused::expert_mlp(target, tokens, sizes)));
+            checks.push(check(name, target, 2.0 * rounding, &|target, noise| {
+                fused::expert_mlp(target, noise, tokens, hidden, intermediate)
+            }));
         }
     }
     checks
@@ -122,7 +133,9 @@ fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
                 if backend.choose(target.device.is_cuda(), target.dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
                     let queries = AttentionCase { tokens, position, head_dim, softcap };
-                    checks.push(check(&name, target, tolerance, &|target| attend(target, queries, backend)));
+                    checks.push(check(&name, target, tolerance, &|target, noise| {
+                        attend(target, noise, queries, backend)
+                    }));
                 }
             }
         }
@@ -137,12 +150,12 @@ fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
         // On a GPU, 3 and 33 tokens use different kernels, or different tile sizes of one kernel.
         for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
             let name = format!("matmul {format:?}, {what}");
-            checks.push(check(&name, target, tolerance, &|target| {
-                quantized(target, format)?.matmul(&target.put(&noise(42, &[tokens, 512], target.dtype)?)?)
+            checks.push(check(&name, target, tolerance, &|target, noise| {
+                quantized(target, noise, format)?.matmul(&target.put(&noise.tensor(&[tokens, 512], target.dtype)?)?)
             }));
         }
-        checks.push(check(&format!("embed {format:?}"), target, 1e-6, &|target| {
-            quantized(target, format)?.embed(&target.ids(&[3, 50, 0])?, 0.5)
+        checks.push(check(&format!("embed {format:?}"), target, 1e-6, &|target, noise| {
+            quantized(target, noise, format)?.embed(&target.ids(&[3, 50, 0])?, 0.5)
         }));
     }
     checks
@@ -171,11 +184,11 @@ impl CheckTarget<'_> {
 
 /// Returns a 51×512 matrix of pseudo-random bits, with two restrictions:
 /// the floating-point scales have magnitudes between 2^-7 and 2^-5, and no FP8 value is NaN.
-fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatrix> {
+fn quantized(target: CheckTarget, noise: &mut Noise, format: WeightFormat) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
     let count = planes.iter().map(Vec::len).sum();
-    planes.iter_mut().flatten().zip(numbers(41, count, 256)).for_each(|(byte, n)| *byte = n as u8);
+    planes.iter_mut().flatten().zip(noise.numbers(count, 256)).for_each(|(byte, n)| *byte = n as u8);
     let PlaneBytes { scales, supers, .. } = format.plane_bytes();
     let [low, _, scale_plane, super_plane] = &mut planes;
     let halves = if supers > 0 { super_plane } else { &mut *scale_plane };
@@ -201,12 +214,18 @@ fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
 ///
 /// The CPU computes the reference in f32, from exactly the input values that the target gets.
 /// Exception: the inputs of the products in `quantized_checks` are rounded on the target only.
-fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
+fn check(
+    name: &str,
+    target: CheckTarget,
+    tolerance: f32,
+    op: &dyn Fn(CheckTarget, &mut Noise) -> Result<Tensor>,
+) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
-    let got = op(target).and_then(values);
+    let got = op(target, &mut Noise::new()).and_then(values);
     let seconds = started.elapsed().as_secs_f64();
-    let want = op(CheckTarget { device: &Device::Cpu, dtype: DType::F32 }).and_then(values);
+    let reference = CheckTarget { device: &Device::Cpu, dtype: DType::F32 };
+    let want = op(reference, &mut Noise::new()).and_then(values);
     let error = got.and_then(|got| Ok(distance(&got, &want?))).map_err(|error| error.to_string());
     Check { name: name.to_string(), dtype: target.dtype, error, tolerance, seconds }
 }
@@ -231,31 +250,51 @@ fn rounding(dtype: DType) -> f32 {
     }
 }
 
-/// Returns `count` pseudo-random numbers less than `below`. The same seed produces the same numbers.
-fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    std::iter::repeat_with(move || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) % below
-    })
-    .take(count)
+/// Reproducible random numbers from the linear congruential generator of Knuth's MMIX.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// Returns the upper 31 bits of the next state. The lower bits are less random.
+    pub(crate) fn next_bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 >> 33
+    }
 }
 
-/// Returns pseudo-random values around zero, as f32 on the CPU. Every 53rd value is an outlier, 20 times as large.
-/// Each value is exactly representable in `dtype`.
-fn noise(seed: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    let count: usize = shape.iter().product();
-    let unit = |n: u64| n as f32 / 4096.0 - 0.5;
-    let halves: Vec<f32> = numbers(seed, 2 * count, 4096).map(unit).collect();
-    let value = |(index, pair): (usize, &[f32])| (pair[0] + pair[1]) * if index % 53 == 7 { 20.0 } else { 1.0 };
-    let values: Vec<f32> = halves.chunks_exact(2).enumerate().map(value).collect();
-    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)
-}
+/// The source of the random inputs of an operation. Every source returns the same numbers, and [`check`] gives each run
+/// of an operation a new source, so the run on the device and the run on the CPU get the same inputs.
+struct Noise(Random);
 
-/// Returns pseudo-random bytes in the range `first..first + below`.
-fn bytes(seed: u64, shape: &[usize], first: u8, below: u64) -> Result<Tensor> {
-    let bytes: Vec<u8> = numbers(seed, shape.iter().product(), below).map(|n| first + n as u8).collect();
-    Tensor::from_vec(bytes, shape, &Device::Cpu)
+impl Noise {
+    fn new() -> Self {
+        Self(Random::new(1))
+    }
+
+    /// Returns `count` numbers less than `below`.
+    fn numbers(&mut self, count: usize, below: u64) -> impl Iterator<Item = u64> {
+        std::iter::repeat_with(move || self.0.next_bits() % below).take(count)
+    }
+
+    /// Returns values around zero, as f32 on the CPU. Every 53rd value is an outlier, 20 times as large.
+    /// Each value is exactly representable in `dtype`.
+    fn tensor(&mut self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let count: usize = shape.iter().product();
+        let unit = |n: u64| n as f32 / 4096.0 - 0.5;
+        let halves: Vec<f32> = self.numbers(2 * count, 4096).map(unit).collect();
+        let value = |(index, pair): (usize, &[f32])| (pair[0] + pair[1]) * if index % 53 == 7 { 20.0 } else { 1.0 };
+        let values: Vec<f32> = halves.chunks_exact(2).enumerate().map(value).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)
+    }
+
+    /// Returns bytes in the range `first..first + below`.
+    fn bytes(&mut self, shape: &[usize], first: u8, below: u64) -> Result<Tensor> {
+        let bytes: Vec<u8> = self.numbers(shape.iter().product(), below).map(|n| first + n as u8).collect();
+        Tensor::from_vec(bytes, shape, &Device::Cpu)
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -264,22 +303,23 @@ enum NormKind {
     LayerNorm,
 }
 
-fn norm(target: CheckTarget, kind: NormKind) -> Result<Tensor> {
-    let (x, y) = (noise(6, &[5, 1027], DType::F32)?, noise(7, &[2, 5, 1027], DType::F32)?);
-    let (weight, bias) = (target.f32(&noise(8, &[1027], DType::F32)?)?, target.f32(&noise(40, &[1027], DType::F32)?)?);
+fn norm(target: CheckTarget, noise: &mut Noise, kind: NormKind) -> Result<Tensor> {
+    let (x, y) = (noise.tensor(&[5, 1027], DType::F32)?, noise.tensor(&[2, 5, 1027], DType::F32)?);
+    let (weight, bias) =
+        (target.f32(&noise.tensor(&[1027], DType::F32)?)?, target.f32(&noise.tensor(&[1027], DType::F32)?)?);
     let bias = (kind == NormKind::LayerNorm).then_some(&bias);
-    let (y, y_bias) = (target.f32(&y)?, target.f32(&noise(45, &[1027], DType::F32)?)?);
+    let (y, y_bias) = (target.f32(&y)?, target.f32(&noise.tensor(&[1027], DType::F32)?)?);
     let y = Addend { parts: &y, bias: Some(&y_bias) };
     Ok(add_norm(&target.f32(&x)?, Some(y), &weight, bias, 1e-5, target.dtype)?.1)
 }
 
-fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {
-    let (gate, up) = (noise(10, &[3, 257], DType::F32)?, noise(11, &[3, 257], DType::F32)?);
+fn activation(target: CheckTarget, noise: &mut Noise, activation: Activation) -> Result<Tensor> {
+    let (gate, up) = (noise.tensor(&[3, 257], DType::F32)?, noise.tensor(&[3, 257], DType::F32)?);
     gated(&target.f32(&gate)?, Some(&target.f32(&up)?), activation, target.dtype)
 }
 
-fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor> {
-    let (ids, weights) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
+fn routing(target: CheckTarget, noise: &mut Noise, dtype: DType, softmax: Softmax) -> Result<Tensor> {
+    let (ids, weights) = topk_softmax(&target.put(&noise.tensor(&[7, 33], dtype)?)?, 4, softmax)?;
     // Compare ids and routing weights together. All ids are below 33, so a wrong id causes a relative error of at least
     // 1/32, far above the tolerance.
     Tensor::cat(&[to_cpu(&ids)?, to_cpu(&weights)?], 1)
@@ -292,16 +332,16 @@ enum QkNorms {
     With,
 }
 
-fn rope(target: CheckTarget, norms: QkNorms) -> Result<Tensor> {
+fn rope(target: CheckTarget, noise: &mut Noise, norms: QkNorms) -> Result<Tensor> {
     let (tokens, sizes) = (5, HeadSizes { heads: 6, kv_heads: 2, head_dim: 24 });
     let (width, head_dim) = (sizes.qkv_rows(), sizes.head_dim);
-    let [cos, sin] = [15, 16].map(|seed| noise(seed, &[90, 10], DType::F32));
-    let (cos, sin) = (target.f32(&cos?)?, target.f32(&sin?)?);
+    let (cos, sin) = (noise.tensor(&[90, 10], DType::F32)?, noise.tensor(&[90, 10], DType::F32)?);
+    let (cos, sin) = (target.f32(&cos)?, target.f32(&sin)?);
     let positions = target.ids(&[89, 0, 7, 7, 31])?;
-    let (qkv, bias) = (noise(17, &[2, tokens, width], DType::F32)?, noise(18, &[width], DType::F32)?);
+    let (qkv, bias) = (noise.tensor(&[2, tokens, width], DType::F32)?, noise.tensor(&[width], DType::F32)?);
     let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
     let (q_norm, k_norm) =
-        (target.f32(&noise(41, &[head_dim], DType::F32)?)?, target.f32(&noise(42, &[head_dim], DType::F32)?)?);
+        (target.f32(&noise.tensor(&[head_dim], DType::F32)?)?, target.f32(&noise.tensor(&[head_dim], DType::F32)?)?);
     let norms = (norms == QkNorms::With).then_some(QkNorm { q: &q_norm, k: &k_norm, eps: 1e-5 });
     let slots = [63u32, 0, 17, 5, 40];
     let cache = Tensor::zeros((BLOCK_TOKENS, sizes.kv_heads, head_dim), target.dtype, target.device)?;
@@ -329,14 +369,14 @@ struct AttentionCase {
     softcap: Option<f32>,
 }
 
-fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -> Result<Tensor> {
+fn attend(target: CheckTarget, noise: &mut Noise, case: AttentionCase, backend: AttentionBackend) -> Result<Tensor> {
     let AttentionCase { tokens, position, head_dim, softcap } = case;
     let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
     let rows = blocks * BLOCK_TOKENS;
     // After rounding to bf16, the noise is also exact in f16 and f32, so every target gets the same values.
-    let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
-    let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
-    let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
+    let mut tensor = |rows, heads| target.put(&noise.tensor(&[rows, heads, head_dim], DType::BF16)?);
+    let (q, k, v) = (tensor(tokens, heads)?, tensor(rows, kv_heads)?, tensor(rows, kv_heads)?);
+    let sinks = target.f32(&noise.tensor(&[heads], DType::F32)?)?;
     let layer = CachedLayer { k: &k, v: &v };
     // The blocks are in reverse order, so that a kernel that ignores the block table fails the check.
     let table: Vec<u32> = (0..blocks as u32).rev().collect();
@@ -360,18 +400,20 @@ enum ExpertFormat {
     Dense,
 }
 
-fn experts(target: CheckTarget, tokens: usize, format: ExpertFormat) -> Result<Tensor> {
+fn experts(target: CheckTarget, noise: &mut Noise, tokens: usize, format: ExpertFormat) -> Result<Tensor> {
     let (experts, chosen, rows, columns) = (5, 3, 67, 96);
     let weights = match format {
         ExpertFormat::Mxfp4 => ExpertWeights::Mxfp4 {
-            blocks: bytes(23, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?,
-            scales: bytes(24, &[experts, rows, columns / 32], 118, 8)?.to_device(target.device)?,
+            blocks: noise.bytes(&[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?,
+            scales: noise.bytes(&[experts, rows, columns / 32], 118, 8)?.to_device(target.device)?,
         },
-        ExpertFormat::Dense => ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?),
+        ExpertFormat::Dense => {
+            ExpertWeights::Dense(target.put(&noise.tensor(&[experts, rows, columns], DType::BF16)?)?)
+        }
     };
-    let x = target.put(&noise(26, &[tokens, columns], DType::BF16)?)?;
-    let bias = target.put(&noise(27, &[experts, rows], DType::BF16)?)?;
-    let ids: Vec<u32> = numbers(28, tokens * chosen, experts as u64).map(|id| id as u32).collect();
+    let x = target.put(&noise.tensor(&[tokens, columns], DType::BF16)?)?;
+    let bias = target.put(&noise.tensor(&[experts, rows], DType::BF16)?)?;
+    let ids: Vec<u32> = noise.numbers(tokens * chosen, experts as u64).map(|id| id as u32).collect();
     expert_matmul(&x, &weights, Some(&bias), &target.ids(&ids)?.reshape((tokens, chosen))?, SumOrder::Fastest)
 }
 
@@ -379,7 +421,7 @@ fn experts(target: CheckTarget, tokens: usize, format: ExpertFormat) -> Result<T
 mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
-    use super::{CheckTarget, bytes, noise, numbers};
+    use super::{CheckTarget, Noise};
     use crate::kernels::SumOrder;
     use crate::kernels::activation::clamped_swiglu;
     use crate::kernels::moe::expert_mlp::{self, ExpertLinear};
@@ -388,24 +430,31 @@ mod fused {
     use crate::kernels::moe::route::RoutedPairs;
 
     /// Computes the MLP of the routed experts: with fused kernels on a GPU, and with separate operations on a CPU.
-    /// `sizes` are the hidden size and the intermediate size.
-    pub fn expert_mlp(target: CheckTarget, tokens: usize, sizes: (usize, usize)) -> Result<Tensor> {
-        let ((experts, chosen), (columns, intermediate)) = ((5, 3), sizes);
+    pub fn expert_mlp(
+        target: CheckTarget,
+        noise: &mut Noise,
+        tokens: usize,
+        hidden: usize,
+        intermediate: usize,
+    ) -> Result<Tensor> {
+        let (experts, chosen) = (5, 3);
         // Halve the inputs, which is exact, so that fewer gate and up values exceed the clamp limit.
         // Clamping would hide errors in these values.
-        let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
-        let ids: Vec<u32> = numbers(30, tokens, experts as u64)
+        let x = (noise.tensor(&[tokens, hidden], DType::BF16)? * 0.5)?;
+        let ids: Vec<u32> = noise
+            .numbers(tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))
             .collect();
         let ids = target.ids(&ids)?.reshape((tokens, chosen))?;
-        let shares = (bytes(31, &[tokens, chosen], 1, 200)?.to_dtype(DType::F32)? / 256.0)?.to_device(target.device)?;
-        let stack = |seed, rows: usize, columns: usize| -> Result<_> {
-            let blocks = bytes(seed, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?;
-            let scales = bytes(seed + 1, &[experts, rows, columns / 32], 120, 5)?.to_device(target.device)?;
-            let bias = target.put(&noise(seed + 2, &[experts, rows], DType::BF16)?)?;
+        let shares =
+            (noise.bytes(&[tokens, chosen], 1, 200)?.to_dtype(DType::F32)? / 256.0)?.to_device(target.device)?;
+        let mut stack = |rows: usize, columns: usize| -> Result<_> {
+            let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?;
+            let scales = noise.bytes(&[experts, rows, columns / 32], 120, 5)?.to_device(target.device)?;
+            let bias = target.put(&noise.tensor(&[experts, rows], DType::BF16)?)?;
             Ok((blocks, scales, bias))
         };
-        let (up, down) = (stack(32, 2 * intermediate, columns)?, stack(35, columns, intermediate)?);
+        let (up, down) = (stack(2 * intermediate, hidden)?, stack(hidden, intermediate)?);
         if target.device.is_cpu() {
             let weights = |(blocks, scales, _): &(Tensor, Tensor, Tensor)| ExpertWeights::Mxfp4 {
                 blocks: blocks.clone(),
@@ -444,16 +493,16 @@ mod tests {
     #[test]
     fn wrong_values_nan_and_errors_fail_the_check() {
         let cpu = CheckTarget { device: &Device::Cpu, dtype: DType::BF16 };
-        let wrong = check("wrong", cpu, 1e-3, &|target| {
+        let wrong = check("wrong", cpu, 1e-3, &|target, _| {
             Tensor::new(&[1f32, if target.dtype == DType::F32 { 2.0 } else { 2.1 }], target.device)
         });
         assert!(!wrong.passed() && wrong.error.is_ok());
-        let nan = check("nan", cpu, 1e-3, &|target| {
+        let nan = check("nan", cpu, 1e-3, &|target, _| {
             Tensor::new(&[1f32, if target.dtype == DType::F32 { 2.0 } else { f32::NAN }], target.device)
         });
         assert!(!nan.passed());
-        let failed = check("failed", cpu, 1.0, &|target| {
-            embed(&target.f32(&noise(1, &[2, 2], DType::F32)?)?, &target.ids(&[5])?, 1.0)
+        let failed = check("failed", cpu, 1.0, &|target, noise| {
+            embed(&target.f32(&noise.tensor(&[2, 2], DType::F32)?)?, &target.ids(&[5])?, 1.0)
         });
         assert!(!failed.passed() && failed.error.is_err());
     }

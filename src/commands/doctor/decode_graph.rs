@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 use crate::kernels::SumOrder;
-use crate::kernels::selftest::Check;
+use crate::kernels::selftest::{Check, Random};
 use crate::models;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
@@ -136,18 +136,15 @@ fn write_checkpoint(dir: &Path) -> Result<()> {
             add("mlp.gate", &[3, 64]);
         }
     }
-    let mut state = 1u64;
-    let mut random = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
-    };
+    let mut random = Random::new(1);
+    let mut value = || ((random.next_bits() >> 7) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4;
     let tensors = shapes.into_iter().map(|(name, shape)| {
         // Norm weights are near 1. Matrix weights are scaled so that outputs are about as large as inputs.
         let (center, scale) = match shape[..] {
             [_, columns] => (0.0, (columns as f32).powf(-0.5)),
             _ => (1.0, 0.1),
         };
-        let values: Vec<f32> = (0..shape.iter().product()).map(|_| center + random() * scale).collect();
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| center + value() * scale).collect();
         let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(DType::BF16)?;
         Ok((format!("{name}.weight"), tensor))
     });
