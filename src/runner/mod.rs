@@ -47,7 +47,7 @@ use step::{StepExecutor, StepFacts, StepTimes, route};
 pub use decode_graph::NoDecodeGraph;
 pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
 pub use queued_steps::QueuedStep;
-pub use ranks::{PANIC, RankCache, RankFault, RankModel, failure};
+pub use ranks::{RANK_PANICKED, RankCache, RankFault, RankModel, failure_message};
 pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
 pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence, StepTime, TokensToScore};
 
@@ -85,24 +85,24 @@ impl Runner {
         device: Device,
         options: RunnerOptions,
     ) -> Result<Self> {
-        let parts = RankModel { decoder, cache };
-        Self::with_ranks(World::alone(), parts, Vec::new(), limits, device, options)
+        let model = RankModel { decoder, cache };
+        Self::with_ranks(World::alone(), model, Vec::new(), limits, device, options)
     }
 
     /// Creates a runner for a model that one or more ranks run, and plans the decode graphs of the ranks.
-    /// `world` and `parts` belong to the first rank, which runs on the thread that calls the methods of the runner.
+    /// `world` and `model` belong to the first rank, which runs on the thread that calls the methods of the runner.
     /// `others` holds all other ranks. Each of them runs on a new thread.
     ///
     /// All KV caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
     pub fn with_ranks(
         world: World,
-        parts: RankModel,
+        model: RankModel,
         others: Vec<(World, RankModel)>,
         limits: RunnerLimits,
         device: Device,
         options: RunnerOptions,
     ) -> Result<Self> {
-        let RankModel { decoder, cache } = parts;
+        let RankModel { decoder, cache } = model;
         let ranks = RankGroup::start(world, others, limits, options)?;
         let decode_graph = plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);

@@ -369,7 +369,7 @@ fn allocate(
         warm_up: options.warm_up,
         exchange_paths: ExchangePath::from_environment().map_err(Error::usage)?,
     };
-    let LoadedRanks { world, parts, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
+    let LoadedRanks { world, model, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
     let prompt_parts = options.deterministic.then(|| deterministic_parts(chunk, attention)).transpose()?;
     times.cache_s = cache_s;
     times.weights_s = started.elapsed().as_secs_f64() - cache_s;
@@ -377,7 +377,7 @@ fn allocate(
     let started = Instant::now();
     let runner_options = RunnerOptions { eager: options.eager, prompt_parts, queue_steps: options.queue_steps };
     let limits = RunnerLimits { context, chunk };
-    let runner = Runner::with_ranks(world, parts, others, limits, device.clone(), runner_options)?;
+    let runner = Runner::with_ranks(world, model, others, limits, device.clone(), runner_options)?;
     times.graph_s = started.elapsed().as_secs_f64();
     Ok((runner, attention))
 }

@@ -16,7 +16,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::kernels::exchange::{self, ExchangePath};
 use crate::models::ModelConfig;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::{MAX_SEQUENCES, PANIC, RankModel, failure};
+use crate::runner::{MAX_SEQUENCES, RANK_PANICKED, RankModel, failure_message};
 use crate::text::{error_message, plain_cuda_errors};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, WeightsBuilder};
@@ -51,8 +51,8 @@ pub(super) struct LoadedRanks {
     /// The world of the first rank.
     pub world: World,
     /// The decoder and the KV cache of the first rank.
-    pub parts: RankModel,
-    /// The worlds and the parts of all other ranks.
+    pub model: RankModel,
+    /// The worlds, decoders and KV caches of all other ranks.
     pub others: Vec<(World, RankModel)>,
     pub attention: AttentionBackend,
     /// The time to allocate the KV cache of the first rank, in seconds.
@@ -60,7 +60,7 @@ pub(super) struct LoadedRanks {
 }
 
 struct LoadedRank {
-    parts: RankModel,
+    model: RankModel,
     attention: AttentionBackend,
     cache_s: f64,
 }
@@ -83,8 +83,8 @@ impl RankLoader<'_> {
         let world = worlds.next().unwrap_or_default();
         let others: Vec<_> = worlds.zip(devices.iter().skip(1)).collect();
         let load_other = |(world, choice): (World, DeviceChoice)| -> Result<(World, RankModel)> {
-            let (world, LoadedRank { parts, .. }) = self.load_other(world, choice)?;
-            Ok((world, parts))
+            let (world, LoadedRank { model, .. }) = self.load_other(world, choice)?;
+            Ok((world, model))
         };
         let ((world, first), others) = load_all(
             world,
@@ -93,8 +93,8 @@ impl RankLoader<'_> {
             |world| self.load_rank(self.connect(world, first)?, first, progress),
             load_other,
         )?;
-        let LoadedRank { parts, attention, cache_s } = first;
-        Ok(LoadedRanks { world, parts, others, attention, cache_s })
+        let LoadedRank { model, attention, cache_s } = first;
+        Ok(LoadedRanks { world, model, others, attention, cache_s })
     }
 
     fn load_other(&self, world: World, choice: DeviceChoice) -> Result<(World, LoadedRank)> {
@@ -129,7 +129,7 @@ impl RankLoader<'_> {
         if self.warm_up {
             decoder.load_product_kernels(self.chunk, MAX_SEQUENCES.min(self.chunk))?;
         }
-        Ok((world, LoadedRank { parts: RankModel { decoder, cache }, attention, cache_s }))
+        Ok((world, LoadedRank { model: RankModel { decoder, cache }, attention, cache_s }))
     }
 }
 
@@ -157,8 +157,8 @@ fn load_all<O: Send, F, T: Send>(
         if let Some(error) = first_failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
             return Err(error);
         }
-        let parts = || Some((loaded?, results.into_iter().collect::<Option<_>>()?));
-        parts().context("internal error: a rank did not load its part")
+        let all_loaded = || Some((loaded?, results.into_iter().collect::<Option<_>>()?));
+        all_loaded().context("internal error: a rank did not load its part")
     })
 }
 
@@ -175,10 +175,10 @@ fn guarded<T>(
         Ok(Ok(loaded)) => return Some(loaded),
         Ok(Err(error)) => error,
         Err(panic) if world.size() == 1 => resume_unwind(panic),
-        Err(_) => Error::GpuFailed(failure(world, PANIC)).into(),
+        Err(_) => Error::GpuFailed(failure_message(world, RANK_PANICKED)).into(),
     };
     let mut first_failed = first_failed.lock().unwrap_or_else(PoisonError::into_inner);
-    let reason = failure(world, &error_message(&error));
+    let reason = failure_message(world, &error_message(&error));
     first_failed.get_or_insert_with(|| named(world, error));
     // The end of the world makes the other ranks fail. `first_failed` already has an error, so theirs are dropped.
     world.end(&reason);
@@ -195,7 +195,7 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     let text = format!("{error:#}");
     let is_cuda_error = plain_cuda_errors(&text) != text;
     if is_cuda_error && !device::is_out_of_memory(&error) {
-        return Error::GpuFailed(failure(world, &error_message(&error))).into();
+        return Error::GpuFailed(failure_message(world, &error_message(&error))).into();
     }
     // The GPU itself may work: the error can be about a file, or the GPU can be out of memory.
     // In the latter case, `load.rs` adds an explanation to this error.

@@ -2,7 +2,7 @@
 //!
 //! - `load`: reads the config, checks that the model fits, and loads it; `load_ranks`: loads the part of each rank
 //! - `memory`: the memory plan of one rank; `rank_memory`: the plans of all ranks together;
-//!   `memory_limit`: the part of each device's memory that the engine may use
+//!   `memory_limit`: how much of each device's memory the engine may use
 //! - `info`: the properties of the loaded model, and the load times
 
 mod info;

@@ -58,12 +58,12 @@ impl RankMemory {
         };
         let count = infos.len();
         let rank = |(rank, device): (usize, DeviceInfo)| {
-            let part = match &stages {
+            let rank_plan = match &stages {
                 Some(stages) => plan.clone().with_stage(stages[rank].clone(), count),
                 None => plan.clone().with_rank(rank, count),
             };
-            let part = if limit.is_some() { part.with_limit(usable_bytes[rank]) } else { part };
-            (part, device)
+            let rank_plan = if limit.is_some() { rank_plan.with_limit(usable_bytes[rank]) } else { rank_plan };
+            (rank_plan, device)
         };
         Ok(Self { ranks: infos.into_iter().enumerate().map(rank).collect(), stages })
     }

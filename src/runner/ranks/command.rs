@@ -3,8 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::Context;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::Tensor;
 
 use super::fault::RankFault;
@@ -118,10 +117,10 @@ impl OwnedBatch {
         self.borrowed(|batch| decoder.forward(batch, cache))
     }
 
-    /// Runs the batch on one rank with [`forward_scored`], and discards the logits of the parts.
+    /// Runs the batch on one rank with [`forward_scored`], and discards the logits of the ranges.
     /// Returns the logits of each sequence's last token.
-    pub fn forward_scored(&self, decoder: &Decoder, cache: &KvCache, parts: &[Range<usize>]) -> Result<Tensor> {
-        self.borrowed(|batch| forward_scored(decoder, batch, cache, parts, |_, _| Ok(())))
+    pub fn forward_scored(&self, decoder: &Decoder, cache: &KvCache, ranges: &[Range<usize>]) -> Result<Tensor> {
+        self.borrowed(|batch| forward_scored(decoder, batch, cache, ranges, |_, _| Ok(())))
     }
 
     fn borrowed<R>(&self, run: impl FnOnce(&PassBatch) -> R) -> R {

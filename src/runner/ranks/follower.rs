@@ -4,11 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use anyhow::Result;
-use anyhow::bail;
+use anyhow::{Result, bail};
 use candle_core::Tensor;
 
 use super::command::{RankCache, RankCommand};
+use super::failure::{RANK_PANICKED, failure_message};
+use super::rank_model::RankModel;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::decode_graph::{PlannedGraph, plan_together};
@@ -18,23 +19,20 @@ use crate::runner::sampling::NoToken;
 use crate::text::error_message;
 use crate::world::World;
 
-/// The part of a model that one rank holds, and the rank's KV cache.
-pub struct RankModel {
-    pub decoder: Decoder,
-    pub cache: KvCache,
-}
+/// How often an idle follower checks whether another rank has failed.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs the commands of the first rank until the first rank stops or any rank fails.
 /// If this rank fails or panics, ends the world.
 pub fn follow(
     world: &World,
-    parts: RankModel,
+    model: RankModel,
     commands: &Receiver<RankCommand>,
     limits: RunnerLimits,
     options: RunnerOptions,
 ) {
     let run = move || -> Result<()> {
-        let mut follower = Follower::new(world.clone(), parts, limits, options)?;
+        let mut follower = Follower::new(world.clone(), model, limits, options)?;
         loop {
             match commands.recv_timeout(CHECK_INTERVAL) {
                 Ok(command) => {
@@ -50,16 +48,10 @@ pub fn follow(
     };
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => world.end(&failure(world, &error_message(&error))),
-        Err(_) => world.end(&failure(world, PANIC)),
+        Ok(Err(error)) => world.end(&failure_message(world, &error_message(&error))),
+        Err(_) => world.end(&failure_message(world, RANK_PANICKED)),
     }
 }
-
-/// How often an idle follower checks whether another rank has failed.
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The reason to pass to [`failure`] if the thread of a rank has panicked.
-pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.
 struct Follower {
@@ -75,8 +67,8 @@ struct Follower {
 }
 
 impl Follower {
-    fn new(world: World, parts: RankModel, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
-        let RankModel { decoder, cache } = parts;
+    fn new(world: World, model: RankModel, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
+        let RankModel { decoder, cache } = model;
         Ok(Self {
             decode_graph: plan_together(&decoder, &cache, limits, options)?,
             launcher: StepLauncher::new(cache.device(), limits, options)?,
@@ -91,11 +83,11 @@ impl Follower {
         match command {
             RankCommand::Forward(batch) => {
                 let logits = batch.forward(&self.decoder, &self.cache)?;
-                self.keep(logits)?;
+                self.keep(logits);
             }
-            RankCommand::Score(batch, parts) => {
-                let logits = batch.forward_scored(&self.decoder, &self.cache, parts)?;
-                self.keep(logits)?;
+            RankCommand::Score(batch, ranges) => {
+                let logits = batch.forward_scored(&self.decoder, &self.cache, ranges)?;
+                self.keep(logits);
             }
             RankCommand::Batch(step) => {
                 let Some(launcher) = &mut self.launcher else {
@@ -128,13 +120,7 @@ impl Follower {
 
     /// Keeps the logits of a pass if they have one row, so that the decode graph can start from them.
     /// Drops logits with several rows, because they can be large.
-    fn keep(&mut self, logits: Tensor) -> Result<()> {
-        self.logits = (logits.dim(0)? == 1).then_some(logits);
-        Ok(())
+    fn keep(&mut self, logits: Tensor) {
+        self.logits = (logits.dims()[0] == 1).then_some(logits);
     }
-}
-
-/// Returns the error message that all ranks get if the rank of `world` fails because of `reason`.
-pub fn failure(world: &World, reason: &str) -> String {
-    format!("GPU {} of {} failed: {reason}; the other GPUs were stopped", world.rank() + 1, world.size())
 }

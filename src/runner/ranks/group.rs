@@ -13,13 +13,13 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use candle_core::Device;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
-use super::command::{GraphCommand, OwnedStep};
-use super::command::{RankCache, RankCommand};
+use super::command::{GraphCommand, OwnedStep, RankCache, RankCommand};
+use super::failure::{RANK_PANICKED, failure_message};
 use super::fault::RankFault;
-use super::follower::{PANIC, RankModel, failure, follow};
+use super::follower::follow;
+use super::rank_model::RankModel;
 use super::scored_pass::forward_scored;
 use crate::error::Error;
 use crate::nn::decoder::Decoder;
@@ -62,10 +62,10 @@ impl RankGroup {
         limits: RunnerLimits,
         options: RunnerOptions,
     ) -> Result<Self> {
-        let start = |(world, parts): (World, RankModel)| -> Result<_> {
+        let start = |(world, model): (World, RankModel)| -> Result<_> {
             let (sender, commands) = mpsc::channel();
             let thread = thread::Builder::new().name(format!("rank {}", world.rank()));
-            let follow = move || follow(&world, parts, &commands, limits, options);
+            let follow = move || follow(&world, model, &commands, limits, options);
             let thread = thread.spawn(follow).context("cannot start a thread")?;
             Ok((sender, thread))
         };
@@ -194,15 +194,15 @@ impl RankGroup {
         decoder: &Decoder,
         batch: &PassBatch,
         cache: &KvCache,
-        parts: &[Range<usize>],
+        ranges: &[Range<usize>],
         on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Tensor> {
         if self.is_single() {
-            return forward_scored(decoder, batch, cache, parts, on_logits);
+            return forward_scored(decoder, batch, cache, ranges, on_logits);
         }
         decoder.validate(batch)?;
-        let command = RankCommand::Score(Arc::new(batch.into()), parts.into());
-        let logits = self.together(command, || forward_scored(decoder, batch, cache, parts, on_logits))?;
+        let command = RankCommand::Score(Arc::new(batch.into()), ranges.into());
+        let logits = self.together(command, || forward_scored(decoder, batch, cache, ranges, on_logits))?;
         logits.device().synchronize()?;
         self.check()?;
         Ok(logits)
@@ -296,12 +296,12 @@ impl RankGroup {
             self.fault.take().map_or(Ok(()), RankFault::inject)?;
             run()
         };
-        catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(anyhow!(PANIC)))
+        catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(anyhow!(RANK_PANICKED)))
     }
 
     /// Ends the world because of an error on the first rank.
     fn fail(&self, error: &anyhow::Error) {
-        self.world.end(&failure(&self.world, &error_message(error)));
+        self.world.end(&failure_message(&self.world, &error_message(error)));
     }
 
     /// Copies a block in the caches of all followers.

@@ -9,24 +9,24 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{PassBatch, RowSelection};
 
-/// Runs a batch one operation at a time. `parts` are ranges of the batch's tokens.
-/// Calls `on_logits` with the index of each part and the part's logits, f32 `[tokens of the part, vocab]`.
+/// Runs a batch one operation at a time. `ranges` are ranges of the batch's tokens.
+/// Calls `on_logits` with the index of each range and the range's logits, f32 `[tokens of the range, vocab]`.
 /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
 ///
-/// All ranks must call this function with the same batch and the same parts.
-/// Small parts save memory, because the logits of only one part are in memory at a time.
+/// All ranks must call this function with the same batch and the same ranges.
+/// Short ranges save memory, because the logits of only one range are in memory at a time.
 pub fn forward_scored(
     decoder: &Decoder,
     batch: &PassBatch,
     cache: &KvCache,
-    parts: &[Range<usize>],
+    ranges: &[Range<usize>],
     mut on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<Tensor> {
     let batch = &PassBatch { rows: RowSelection::All, ..*batch };
     let pass = decoder.prepare(batch, cache)?;
     let hidden = decoder.hidden_states(&Tensor::new(batch.ids, cache.device())?, &pass, cache, None)?;
-    for (index, part) in parts.iter().enumerate() {
-        let logits = decoder.logits(&hidden.narrow(0, part.start, part.len())?, batch.sum_order)?;
+    for (index, range) in ranges.iter().enumerate() {
+        let logits = decoder.logits(&hidden.narrow(0, range.start, range.len())?, batch.sum_order)?;
         on_logits(index, &logits)?;
     }
     let ends = batch.sequences.iter().scan(0, |end, span| {

@@ -1,9 +1,9 @@
 //! The methods of [`Runner`] that run and queue steps.
 //!
 //! - `step`: `Runner::step`, which waits for the tokens of the step
-//! - `step_on_gpu`: the parts of `Runner::step` that run or start CUDA graphs
+//! - `step_on_gpu`: the methods behind `Runner::step` that run or start CUDA graphs
 //! - `queue`: `Runner::queue` and `Runner::take`, for steps that can be queued while the previous step runs
-//! - `queue_on_gpu`, `queue_on_cpu`: the parts of `Runner::queue` for each kind of device
+//! - `queue_on_gpu`, `queue_on_cpu`: the methods behind `Runner::queue` for each kind of device
 
 mod queue;
 mod queue_on_cpu;

@@ -138,7 +138,7 @@ impl Runner {
             let is_last = part_end == end;
             let sampler = sequence.sampler.take_if(|_| is_last).map(|sampler| sampler as &mut dyn TokenSampler);
             let range = start - position..part_end - position;
-            let scores = scores.as_mut().and_then(|scores| scores.part(range.clone()));
+            let scores = scores.as_mut().and_then(|scores| scores.in_range(range.clone()));
             let ids = &ids[range];
             let mut part = [StepSequence { sampler, scores, ..sequence.with_input(ids, start) }];
             let sum_order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
@@ -161,8 +161,8 @@ impl Runner {
             return self.ranks.forward(&self.decoder, &batch, &self.cache);
         }
         // The ranges of tokens in the batch whose logits are needed for scores.
-        let mut parts = Vec::new();
-        // For each range in `parts`, the index of its sequence and the range in `scores.tokens`.
+        let mut ranges = Vec::new();
+        // For each entry of `ranges`, the index of its sequence and the range in `scores.tokens`.
         let mut scored = Vec::new();
         let mut start = 0;
         for (index, sequence) in sequences.iter().enumerate() {
@@ -170,17 +170,17 @@ impl Runner {
                 let first = start + scores.first;
                 for at in (0..scores.tokens.len()).step_by(SCORED_ROWS) {
                     let end = scores.tokens.len().min(at + SCORED_ROWS);
-                    parts.push(first + at..first + end);
+                    ranges.push(first + at..first + end);
                     scored.push((index, at..end));
                 }
             }
             start += sequence.ids.len();
         }
-        let on_logits = |part: usize, logits: &Tensor| {
-            let (index, tokens) = &scored[part];
-            sequences[*index].scores.as_mut().map_or(Ok(()), |scores| score(logits, tokens.clone(), scores))
+        let on_logits = |index: usize, logits: &Tensor| {
+            let (sequence, tokens) = &scored[index];
+            sequences[*sequence].scores.as_mut().map_or(Ok(()), |scores| score(logits, tokens.clone(), scores))
         };
-        self.ranks.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
+        self.ranks.forward_scored(&self.decoder, &batch, &self.cache, &ranges, on_logits)
     }
 
     /// Stops the decode graph. Call this function before another pass, which may overwrite the blocks of the graph's

@@ -1,4 +1,4 @@
-//! The parts of `Runner::step` that run or start CUDA graphs.
+//! The methods behind `Runner::step` that run or start CUDA graphs.
 
 use anyhow::{Result, bail};
 use candle_core::Tensor;

@@ -88,7 +88,7 @@ pub struct TokensToScore<'s> {
 
 impl TokensToScore<'_> {
     /// Returns the tokens to score in a pass with only the input tokens in `range`, or `None` if it scores none.
-    pub(in crate::runner) fn part(&mut self, range: Range<usize>) -> Option<TokensToScore<'_>> {
+    pub(in crate::runner) fn in_range(&mut self, range: Range<usize>) -> Option<TokensToScore<'_>> {
         let Self { first, tokens, top, logprobs } = self;
         let start = range.start.clamp(*first, *first + tokens.len());
         let end = range.end.clamp(*first, *first + tokens.len());

@@ -26,7 +26,7 @@ impl MemoryPlan {
     /// and minus the rank's weights that belong to no layer. The ranks get layers in proportion to their room,
     /// but at least one layer each. Fails if there are more ranks than layers.
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
-        let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
+        let (ranks, layers) = (free_bytes.len(), self.model_bytes.layers.len());
         if ranks > layers {
             let message = format!(
                 "cannot divide {} among {ranks} devices: use at most {}",
@@ -35,10 +35,10 @@ impl MemoryPlan {
             );
             return Err(Error::Usage(message).into());
         }
-        let fixed_bytes = WORKSPACE_BYTES + self.parts.other + self.parts.head / ranks as u64;
+        let fixed_bytes = WORKSPACE_BYTES + self.model_bytes.other + self.model_bytes.head / ranks as u64;
         let room = |free: &u64| u128::from(free.saturating_sub(fixed_bytes).max(1));
         let total_room: u128 = free_bytes.iter().map(room).sum();
-        let total: u128 = self.parts.layers.iter().map(|&bytes| u128::from(bytes)).sum();
+        let total: u128 = self.model_bytes.layers.iter().map(|&bytes| u128::from(bytes)).sum();
         let mut stages = Vec::with_capacity(ranks);
         let mut start = 0;
         // `bytes` is the size of all layers before `end`. `room_so_far` is the total room of ranks 0 to `rank`.
@@ -50,7 +50,7 @@ impl MemoryPlan {
             let last = layers - (ranks - 1 - rank);
             let mut end = start;
             while end < last {
-                let with_layer = bytes + u128::from(self.parts.layers[end]);
+                let with_layer = bytes + u128::from(self.model_bytes.layers[end]);
                 // Add the layer if at least half of it lies within the total share of ranks 0 to `rank`.
                 let is_within = (bytes + with_layer) * total_room <= 2 * total * room_so_far;
                 if end > start && !is_within && rank + 1 < ranks {
@@ -74,7 +74,7 @@ impl MemoryPlan {
     /// head, and all weights outside the layers and the head.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
-        let ModelBytes { layers: layer_bytes, head, other } = &self.parts;
+        let ModelBytes { layers: layer_bytes, head, other } = &self.model_bytes;
         self.weight_bytes = layer_bytes[layers.clone()].iter().sum::<u64>() + head.div_ceil(ranks as u64) + other;
         self.layout = self.layout.of_layers(layers.clone());
         self.layers = self.layers[layers].to_vec();
@@ -137,8 +137,8 @@ mod tests {
 
     #[test]
     fn layers_are_divided_in_proportion_to_free_memory() {
-        let parts = ModelBytes { layers: vec![1 << 30; 10], head: 2 << 30, other: 1 << 30 };
-        let plan = MemoryPlan { parts, ..plan() };
+        let model_bytes = ModelBytes { layers: vec![1 << 30; 10], head: 2 << 30, other: 1 << 30 };
+        let plan = MemoryPlan { model_bytes, ..plan() };
         let stages = |gib: &[u64]| plan.stages(&gib.iter().map(|gib| gib << 30).collect::<Vec<_>>()).unwrap();
         assert_eq!(stages(&[20, 20]), [0..5, 5..10]);
         assert_eq!(stages(&[20, 20, 20]), [0..3, 3..7, 7..10]);
@@ -152,9 +152,9 @@ mod tests {
 
     #[test]
     fn a_split_plans_the_rank_with_the_largest_part() {
-        let parts = ModelBytes { layers: vec![1 << 30, 1 << 30, 1 << 30], head: 2 << 30, other: 1 << 30 };
+        let model_bytes = ModelBytes { layers: vec![1 << 30, 1 << 30, 1 << 30], head: 2 << 30, other: 1 << 30 };
         let layers = vec![LayerSpec { kv_heads: 8, head_dim: 64, window: None }; 3];
-        let plan = MemoryPlan { parts, layout: CacheLayout::new(&layers), layers, ..plan() };
+        let plan = MemoryPlan { model_bytes, layout: CacheLayout::new(&layers), layers, ..plan() };
         let split = |split, ranks| plan.clone().with_split(split, ranks).map(|plan| plan.weight_bytes() >> 20);
         assert_eq!(split(Split::Layers, 2).unwrap(), 4 << 10, "2 layers, half of the head, all other weights");
         assert_eq!(split(Split::Tensor, 2).unwrap(), plan.clone().with_ranks(2).weight_bytes() >> 20);

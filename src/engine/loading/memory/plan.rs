@@ -49,7 +49,7 @@ pub struct MemoryPlan {
     /// The part of the model that each rank holds if the ranks divide every layer. Entry i is for i + 1 ranks.
     pub(super) rank_shares: Arc<[Vec<RankShare>]>,
     /// The sizes of the undivided model's weights: each layer, the output head, and all other weights.
-    pub(super) parts: ModelBytes,
+    pub(super) model_bytes: ModelBytes,
     /// Extra bytes needed while loading onto a GPU, for example to repack or stack the experts of one layer.
     /// 0 on a CPU. The loader frees these bytes before it allocates the KV cache.
     pub(super) loading_bytes: u64,
@@ -115,7 +115,7 @@ impl MemoryPlan {
                 let kv_heads: Vec<_> = layers.iter().map(|layer| layer.kv_heads).collect();
                 (1..=MAX_RANKS).map(|ranks| inventory.rank_shares(&kv_heads, ranks, dtype)).collect()
             },
-            parts: inventory.model_bytes(layers.len(), dtype),
+            model_bytes: inventory.model_bytes(layers.len(), dtype),
             loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
             unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
             workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,

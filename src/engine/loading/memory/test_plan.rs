@@ -16,13 +16,13 @@ pub fn plan() -> MemoryPlan {
         ranks: 1,
         weight_bytes: 10 << 30,
         rank_shares: {
-            let part = |ranks: u64| RankShare {
+            let share = |ranks: u64| RankShare {
                 weight_bytes: (1 << 30) + (9 << 30) / ranks,
                 kv_heads: vec![8 / ranks as usize; 2],
             };
-            (1..=8).map(|ranks| vec![part(ranks); ranks as usize]).collect()
+            (1..=8).map(|ranks| vec![share(ranks); ranks as usize]).collect()
         },
-        parts: ModelBytes { layers: vec![4 << 30; 2], head: 1 << 30, other: 1 << 30 },
+        model_bytes: ModelBytes { layers: vec![4 << 30; 2], head: 1 << 30, other: 1 << 30 },
         loading_bytes: 0,
         unpacked_bytes: 0,
         workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,

@@ -19,8 +19,8 @@ pub(super) const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 /// The true peak is lower, because these tensors are not all in memory at the same time.
 /// The difference leaves room for other temporaries, such as the accumulators of an 8-bit up projection.
 ///
-/// With up to 128 tokens on a Hopper GPU, a matrix product can consist of several f32 parts that are added up later
-/// (`kernels/matmul/dense_wgmma.rs`). On an H200, the parts take up to 66 KiB per token, which the bound covers.
+/// With up to 128 tokens on a Hopper GPU, a matrix product can have several f32 partial sums that are added up later
+/// (`kernels/matmul/dense_wgmma.rs`). On an H200, the partial sums take up to 66 KiB per token, which the bound covers.
 ///
 /// Attention and the experts of all supported families need less memory per token than this bound.
 /// Example: for Llama 3 70B in bf16, the bound is 624 KiB.
