@@ -9,7 +9,6 @@
 //!
 //! - `run/`: the methods `step`, `queue` and `take` of `Runner`, for steps of one or more sequences
 //! - `solo/`: runs one sequence that has the KV cache to itself
-//! - `solo_sequence`: the state of the sequence that `solo/` runs
 //! - `step/`: the input of a step, what runs the step, and its cost and duration
 //! - `sampling/`: the interface of samplers, and functions that choose tokens and compute log probabilities
 //! - `launcher/`: launches batch graphs and queued steps on the GPU of one rank
@@ -26,7 +25,6 @@ mod ranks;
 mod run;
 mod sampling;
 mod solo;
-mod solo_sequence;
 mod step;
 
 use std::collections::HashMap;
@@ -41,7 +39,7 @@ use crate::world::World;
 use decode_graph::{PlannedGraph, plan_together};
 use launcher::StepLauncher;
 use ranks::RankGroup;
-use solo_sequence::SoloSequence;
+use solo::SoloSequence;
 use step::{StepExecutor, StepFacts, StepTimes, route};
 
 pub use decode_graph::NoDecodeGraph;

@@ -51,7 +51,8 @@ pub struct RankGroup {
     /// The fault that a test has injected into the first rank. The next pass or [`GraphCommand`] takes the fault.
     fault: Cell<Option<RankFault>>,
     /// For each follower, the last progress that [`RankGroup::ping`] saw, and when `ping` first saw this progress.
-    answers: RefCell<Vec<(u64, Instant)>>,
+    /// `None` before the first ping of a wait for commands.
+    answers: RefCell<Vec<Option<(u64, Instant)>>>,
 }
 
 impl RankGroup {
@@ -69,8 +70,9 @@ impl RankGroup {
             let thread = thread.spawn(follow).context("cannot start a thread")?;
             Ok((sender, thread))
         };
-        let threads = others.into_iter().map(start).collect::<Result<_>>()?;
-        Ok(Self { world, threads, fault: Cell::new(None), answers: RefCell::default() })
+        let threads = others.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+        let answers = RefCell::new(vec![None; threads.len()]);
+        Ok(Self { world, threads, fault: Cell::new(None), answers })
     }
 
     /// Returns the world of the first rank.
@@ -107,7 +109,7 @@ impl RankGroup {
     /// Restarts the timeouts of [`ping`](Self::ping).
     /// Call this function before the first ping of each wait for commands, so that earlier time does not count.
     pub fn restart_ping_timeouts(&self) {
-        self.answers.borrow_mut().clear();
+        self.answers.borrow_mut().fill(None);
     }
 
     /// Sends a ping to each follower. Ends the world if a follower has not answered for [`ANSWER_TIMEOUT`].
@@ -115,15 +117,15 @@ impl RankGroup {
     /// The engine calls this function once a second while it waits for commands.
     pub fn ping(&self) {
         let mut answers = self.answers.borrow_mut();
-        if answers.len() != self.threads.len() {
-            *answers = vec![(u64::MAX, Instant::now()); self.threads.len()];
-        }
-        for (index, ((sender, _), (seen, since))) in self.threads.iter().zip(answers.iter_mut()).enumerate() {
+        for (index, ((sender, _), answer)) in self.threads.iter().zip(answers.iter_mut()).enumerate() {
             let progress = self.world.progress(index + 1);
-            if progress != *seen {
-                (*seen, *since) = (progress, Instant::now());
-            } else if since.elapsed() > ANSWER_TIMEOUT {
-                self.world.end_without_answer(index + 1);
+            match answer {
+                Some((seen, since)) if *seen == progress => {
+                    if since.elapsed() > ANSWER_TIMEOUT {
+                        self.world.end_without_answer(index + 1);
+                    }
+                }
+                _ => *answer = Some((progress, Instant::now())),
             }
             // The send fails only if the follower's thread has ended. `follow` has then already ended the world.
             let _ = sender.send(RankCommand::Ping);

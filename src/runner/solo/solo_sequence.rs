@@ -1,10 +1,10 @@
 //! The state of one sequence that has the KV cache to itself.
 
-use super::limits::RunnerLimits;
 use crate::nn::kv_cache::{BlockTables, CacheLayout};
+use crate::runner::limits::RunnerLimits;
 
 /// The cached tokens of the solo sequence and their block tables.
-pub(super) struct SoloSequence {
+pub struct SoloSequence {
     /// The tokens whose keys and values are in the cache.
     pub cached: Vec<u32>,
     pub tables: BlockTables,
