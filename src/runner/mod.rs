@@ -49,6 +49,10 @@ pub use ranks::{RANK_PANICKED, RankCache, RankFault, RankModel, failure_message}
 pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
 pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence, StepTime, TokensToScore};
 
+/// Fails to compile unless values of type `T` can move to another thread.
+#[cfg(feature = "cuda")]
+const fn assert_send<T: Send>() {}
+
 /// A model and the KV cache of all sequences, on one device or divided among ranks.
 pub struct Runner {
     /// Launches batch graphs and queued steps.

@@ -30,7 +30,6 @@ mod routed_experts;
 mod router;
 pub mod sample;
 
-pub use crate::kernels::constants::MAILBOX_NO_TOKEN;
 pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
 pub use head::{Embedding, add_greedy_sampling, add_head, add_logits_of_ranks};

@@ -13,8 +13,9 @@ use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::layers::{Scratch, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
+use super::layers::{LayerBuffers, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
 use super::no_decode_graph::NoDecodeGraph;
+use super::plan::PlannedGraph;
 use super::support::unsupported_reason;
 use crate::kernels::decode::sample::{self, SamplingBuffers};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
@@ -25,7 +26,8 @@ use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use crate::nn::mlp::Mlp;
-use crate::runner::sampling::NoToken;
+use crate::runner::assert_send;
+use crate::runner::sampling::token_in_word;
 use crate::runner::step::KernelTime;
 
 /// The maximum number of steps that the host queues beyond the step whose token it waits for.
@@ -83,7 +85,7 @@ impl DecodeGraph {
     ///
     /// A sequence can have up to `context` positions, but not more than `decoder.context()`.
     /// The inner error is the reason why the decode graph does not support the decoder.
-    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
+    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<PlannedGraph> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Err(NoDecodeGraph::NotOnGpu)) };
         if let Some(reason) = unsupported_reason(decoder, device)? {
             return Ok(Err(reason));
@@ -95,50 +97,18 @@ impl DecodeGraph {
             return Ok(Err(NoDecodeGraph::VocabularySize(vocab_size)));
         }
         let mailbox = HostMailbox::new(device, MAILBOX_SLOTS)?;
-        let mut launches = LaunchList::new(device)?;
         let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
-        let mut scratch = Scratch::default();
         let context = context.min(decoder.context());
         let table = |_| Tensor::zeros((1, context.div_ceil(BLOCK_TOKENS)), DType::U32, decoder.embed_tokens.device());
         let tables = (0..cache.layout().groups()).map(table).collect::<candle_core::Result<Vec<_>>>()?;
-        for stage in 0..decoder.stages() {
-            let is_own = decoder.is_own(stage);
-            for (index, layer) in decoder.own_layers().filter(|_| is_own) {
-                let table = &tables[cache.layout().group(index)];
-                add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index), table)?;
-                match &layer.mlp {
-                    Mlp::Gated(mlp) => add_gated_mlp(&mut launches, &buffers, &mut scratch, layer, mlp)?,
-                    Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
-                    Mlp::GatedMoe(mlp) => add_gated_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
-                    Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
-                }
-            }
-            if decoder.stages() > 1 {
-                let result = if is_own { buffers.x.clone() } else { scratch.zeros(&buffers.x)? };
-                add_sum(&mut launches, &buffers.world, &result, &buffers.x)?;
-            }
-        }
-        let head = &decoder.lm_head.weight;
-        decode::add_head(
-            &mut launches,
-            &buffers,
-            rms_norm(&decoder.norm),
-            head,
-            decoder.dtype(),
-            decoder.final_softcap,
-        )?;
-        let step_tail = |add: &dyn Fn(&mut LaunchList) -> candle_core::Result<()>| -> Result<StepTail> {
-            let mut tail = LaunchList::new(device)?;
-            add(&mut tail)?;
-            // SAFETY: `buffers`, which the `DecodeGraph` owns, keeps the world and its mailboxes alive.
-            // Once the weights are loaded, only the thread of this rank uses the stream.
-            let graph = unsafe { LaunchGraph::capture(&launches, &tail) }.context("cannot capture the decode step")?;
-            Ok(StepTail { launches: tail, graph })
-        };
-        let greedy = step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, &mailbox))?;
+
+        let layers = record_layers(device, decoder, cache, &buffers, &tables)?;
         let add_sample =
             |tail: &mut LaunchList| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox);
-        let sampled = step_tail(&|tail| {
+        let greedy = StepTail::capture(device, &layers, |tail| {
+            decode::add_greedy_sampling(tail, &buffers, &embedding, &mailbox)
+        })?;
+        let sampled = StepTail::capture(device, &layers, |tail| {
             decode::add_logits_of_ranks(tail, &buffers)?;
             add_sample(tail)
         })?;
@@ -151,7 +121,7 @@ impl DecodeGraph {
             context,
             mailbox,
             sampling_buffers,
-            layers: launches,
+            layers,
             greedy,
             sampled,
             first_choice,
@@ -296,7 +266,7 @@ impl DecodeGraph {
     ///
     /// `limit` is the maximum number of tokens still to generate, including the next token.
     /// Never queues steps after the last of these tokens, or at positions beyond the context or the block tables.
-    /// Fails if no step is left, or with [`NoToken`] if every logit of the token's step is NaN or -inf.
+    /// Fails if no step is left, or with `NoToken` if every logit of the token's step is NaN or -inf.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = self.steps_left(limit)?;
         while self.queued - self.taken < limit.min(1 + AHEAD) {
@@ -330,12 +300,9 @@ impl DecodeGraph {
     }
 
     /// Waits for the next token and returns it.
-    /// Fails with [`NoToken`] if every logit of the token's step is NaN or -inf.
+    /// Fails with `NoToken` if every logit of the token's step is NaN or -inf.
     fn take_token(&mut self) -> Result<u32> {
-        match self.wait()? {
-            decode::MAILBOX_NO_TOKEN => Err(NoToken.into()),
-            word => Ok(word - 1),
-        }
+        token_in_word(self.wait()?)
     }
 
     /// Returns the number of queued steps whose tokens have not been taken. Such steps may still write to the KV cache.
@@ -351,7 +318,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next mailbox entry: 1 + the token id, or [`decode::MAILBOX_NO_TOKEN`].
+    /// Waits for the next mailbox word (see [`token_in_word`]).
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
         let word = self.mailbox.wait(slot).context("cannot decode a token: the step failed on the GPU")?;
@@ -390,8 +357,9 @@ impl DecodeGraph {
                 times.len() - 1
             });
             let time = &mut times[index];
-            (time.calls, time.seconds, time.bytes) =
-                (time.calls + 1, time.seconds + kernel.seconds, time.bytes + kernel.bytes);
+            time.calls += 1;
+            time.seconds += kernel.seconds;
+            time.bytes += kernel.bytes;
         }
         Ok(times)
     }
@@ -405,6 +373,38 @@ impl DecodeGraph {
     }
 }
 
+/// Records the launches of a step up to its logits. `tables` has the sequence's block table of each layer group.
+fn record_layers(
+    device: &CudaDevice,
+    decoder: &Decoder,
+    cache: &KvCache,
+    buffers: &StepBuffers,
+    tables: &[Tensor],
+) -> Result<LaunchList> {
+    let mut launches = LaunchList::new(device)?;
+    let mut layer_buffers = LayerBuffers::default();
+    for stage in 0..decoder.stages() {
+        let is_own = decoder.is_own(stage);
+        for (index, layer) in decoder.own_layers().filter(|_| is_own) {
+            let table = &tables[cache.layout().group(index)];
+            add_attention(&mut launches, buffers, &mut layer_buffers, layer, cache.layer(index), table)?;
+            match &layer.mlp {
+                Mlp::Gated(mlp) => add_gated_mlp(&mut launches, buffers, &mut layer_buffers, layer, mlp)?,
+                Mlp::ClampedMoe(moe) => add_clamped_moe(&mut launches, buffers, &mut layer_buffers, layer, moe)?,
+                Mlp::GatedMoe(moe) => add_gated_moe(&mut launches, buffers, &mut layer_buffers, layer, moe)?,
+                Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
+            }
+        }
+        if decoder.stages() > 1 {
+            let result = if is_own { buffers.x.clone() } else { layer_buffers.zeros(&buffers.x)? };
+            add_sum(&mut launches, &buffers.world, &result, &buffers.x)?;
+        }
+    }
+    let (norm, head) = (rms_norm(&decoder.norm), &decoder.lm_head.weight);
+    decode::add_head(&mut launches, buffers, norm, head, decoder.dtype(), decoder.final_softcap)?;
+    Ok(launches)
+}
+
 /// The end of a step: chooses the token, either greedily or by sampling.
 struct StepTail {
     /// The kernel launches that follow the logits.
@@ -413,16 +413,29 @@ struct StepTail {
     graph: LaunchGraph,
 }
 
+impl StepTail {
+    /// Records the launches that `add` adds, and captures them after the launches in `layers`.
+    fn capture(
+        device: &CudaDevice,
+        layers: &LaunchList,
+        add: impl FnOnce(&mut LaunchList) -> candle_core::Result<()>,
+    ) -> Result<Self> {
+        let mut launches = LaunchList::new(device)?;
+        add(&mut launches)?;
+        // SAFETY: the `DecodeGraph` owns the tail and the `StepBuffers`, which keep the world and its mailboxes alive.
+        // Once the weights are loaded, only the thread of this rank uses the stream.
+        let graph = unsafe { LaunchGraph::capture(layers, &launches) }.context("cannot capture the decode step")?;
+        Ok(Self { launches, graph })
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sampling {
     Greedy,
     Sampled,
 }
 
-const _: fn() = || {
-    fn is_send<T: Send>() {}
-    is_send::<DecodeGraph>();
-};
+const _: () = assert_send::<DecodeGraph>();
 
 impl Drop for DecodeGraph {
     fn drop(&mut self) {

@@ -20,7 +20,7 @@ use crate::nn::mlp::GatedMlp;
 use crate::nn::moe::{ClampedMoe, GatedMoe};
 use crate::nn::norm::Norm;
 
-/// What a scratch buffer holds.
+/// What a layer buffer holds.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Contents {
     /// The rotated queries.
@@ -39,18 +39,18 @@ enum Contents {
     UnnormalizedOutput,
     /// The logits of a router.
     RouterLogits,
-    /// Zeros: this rank's contribution to the sum after layers that another rank runs (`--split layers`).
+    /// Zeros: this rank's contribution to the sum after layers that another rank runs (`Split::Layers`).
     Zeros,
 }
 
 /// The buffers between the kernels of the layers. Layers with the same shapes share buffers.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct LayerBuffers {
     tensors: HashMap<(Contents, Vec<usize>, DType), Tensor>,
     experts: Option<ExpertBuffers>,
 }
 
-impl Scratch {
+impl LayerBuffers {
     /// Returns the buffer for the given contents, shape and dtype. On first use, allocates it, filled with zeros.
     fn tensor(&mut self, contents: Contents, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
         Ok(match self.tensors.entry((contents, shape.to_vec(), dtype)) {
@@ -69,7 +69,7 @@ pub(super) fn rms_norm(norm: &Norm) -> RmsNormParams<'_> {
     RmsNormParams { weight: &norm.weight, eps: norm.eps }
 }
 
-/// Returns the parameters of a post-norm with its scratch buffer, f32 `[hidden]`, or `None` without a post-norm.
+/// Returns the parameters of a post-norm with its buffer `scratch`, f32 `[hidden]`, or `None` without a post-norm.
 fn post_norm<'t>(norm: &'t Option<Norm>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
     norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
 }
@@ -85,7 +85,7 @@ fn projection(linear: &Linear) -> Projection<'_> {
 pub(super) fn add_attention(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
-    scratch: &mut Scratch,
+    layer_buffers: &mut LayerBuffers,
     layer: &DecoderLayer,
     cache: CachedLayer,
     table: &Tensor,
@@ -93,12 +93,16 @@ pub(super) fn add_attention(
     let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
-    let q = scratch.tensor(Contents::Queries, &[heads, head_dim], dtype, device)?;
-    let attended = scratch.tensor(Contents::Attended, &[heads, head_dim], dtype, device)?;
-    let raw =
-        scratch.tensor(Contents::UnnormalizedQk, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
-    let qk_norm =
-        qk_norm.as_ref().map(|(q, k)| QkNormBuffers { q: &q.weight, k: &k.weight, eps: q.eps, scratch: &raw });
+    let q = layer_buffers.tensor(Contents::Queries, &[heads, head_dim], dtype, device)?;
+    let attended = layer_buffers.tensor(Contents::Attended, &[heads, head_dim], dtype, device)?;
+    let qk_shape = [heads + config.spec.kv_heads, head_dim];
+    let unnormalized_qk = layer_buffers.tensor(Contents::UnnormalizedQk, &qk_shape, DType::F32, device)?;
+    let qk_norm = qk_norm.as_ref().map(|(q, k)| QkNormBuffers {
+        q: &q.weight,
+        k: &k.weight,
+        eps: q.eps,
+        scratch: &unnormalized_qk,
+    });
     let qkv = QkvProjection {
         weight: &qkv_proj.weight,
         bias: qkv_proj.bias.as_ref(),
@@ -123,8 +127,8 @@ pub(super) fn add_attention(
         positions: &buffers.state.narrow(0, 0, 1)?,
         tables: table,
         out: &attended.unsqueeze(0)?,
-        partials: &scratch.tensor(Contents::Partials, &[flash.partials.max(1)], DType::F32, device)?,
-        arrivals: &scratch.tensor(Contents::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
+        partials: &layer_buffers.tensor(Contents::Partials, &[flash.partials.max(1)], DType::F32, device)?,
+        arrivals: &layer_buffers.tensor(Contents::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
     // The attention kernel may start while the last kernel of `add_qkv` is still running.
     // Before that kernel ends, the attention kernel reads only data that was written before that kernel started:
@@ -135,8 +139,8 @@ pub(super) fn add_attention(
     // `set_tables` rejects blocks that the cache does not have.
     unsafe { launches.add(launch)? };
 
-    let raw = scratch.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;
-    let post_norm = post_norm(&layer.attention_post_norm, &raw);
+    let unnormalized = layer_buffers.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;
+    let post_norm = post_norm(&layer.attention_post_norm, &unnormalized);
     Ok(decode::add_residual(
         launches,
         buffers,
@@ -151,18 +155,19 @@ pub(super) fn add_attention(
 pub(super) fn add_gated_mlp(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
-    scratch: &mut Scratch,
+    layer_buffers: &mut LayerBuffers,
     layer: &DecoderLayer,
     mlp: &GatedMlp,
 ) -> Result<()> {
     let GatedMlp { down_proj, activation, .. } = mlp;
     let [gate_proj, up_proj] = mlp.gate_and_up()?;
     let (intermediate, _) = gate_proj.weight.dims();
-    let h = scratch.tensor(Contents::Intermediate, &[intermediate], mlp.dtype(), buffers.x.device())?;
-    let raw = scratch.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, buffers.x.device())?;
+    let h = layer_buffers.tensor(Contents::Intermediate, &[intermediate], mlp.dtype(), buffers.x.device())?;
+    let unnormalized =
+        layer_buffers.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, buffers.x.device())?;
     let (gate, up) = (projection(&gate_proj), projection(&up_proj));
     decode::add_gate_up(launches, buffers, rms_norm(&layer.mlp_norm), gate, up, *activation, &h)?;
-    let post_norm = post_norm(&layer.mlp_post_norm, &raw);
+    let post_norm = post_norm(&layer.mlp_post_norm, &unnormalized);
     Ok(decode::add_residual(launches, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)
 }
 
@@ -170,21 +175,21 @@ pub(super) fn add_gated_mlp(
 pub(super) fn add_gated_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
-    scratch: &mut Scratch,
+    layer_buffers: &mut LayerBuffers,
     layer: &DecoderLayer,
-    mlp: &GatedMoe,
+    moe: &GatedMoe,
 ) -> Result<()> {
-    let GatedMoe { router, gate_up_proj, down_proj, dtype, config, .. } = mlp;
+    let GatedMoe { router, gate_up_proj, down_proj, dtype, config, .. } = moe;
     let (Matrix::Dense(router), Some(gate_up), Some(down)) =
         (&router.weight, gate_up_proj.as_matrix()?, down_proj.as_matrix()?)
     else {
         bail!("the decode graph has no kernel for a router or experts in this format");
     };
     let device = buffers.x.device();
-    let logits = scratch.tensor(Contents::RouterLogits, &[config.experts], DType::F32, device)?;
+    let logits = layer_buffers.tensor(Contents::RouterLogits, &[config.experts], DType::F32, device)?;
     // Take the intermediate size from `down`, because with several ranks, this rank may hold only some of its columns.
     let (_, columns) = down.dims();
-    let h = scratch.tensor(Contents::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
+    let h = layer_buffers.tensor(Contents::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
     let norm = rms_norm(&layer.mlp_norm);
     decode::add_router(launches, buffers, norm, router, None, &logits, None)?;
     decode::add_routed_gate_up(launches, buffers, norm, &gate_up, &logits, &h)?;
@@ -195,22 +200,24 @@ pub(super) fn add_gated_moe(
 pub(super) fn add_clamped_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
-    scratch: &mut Scratch,
+    layer_buffers: &mut LayerBuffers,
     layer: &DecoderLayer,
-    mlp: &ClampedMoe,
+    moe: &ClampedMoe,
 ) -> Result<()> {
-    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config, .. } = mlp;
+    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config, .. } = moe;
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the decode graph supports the experts of gpt-oss only in MXFP4");
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
-    if scratch.experts.is_none() {
+    if layer_buffers.experts.is_none() {
         // As in `add_gated_moe`, take the intermediate size from `down`.
         let (_, _, columns) = down.dims();
         let (count, chosen) = (config.experts, config.experts_per_token);
-        scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, columns)?);
+        layer_buffers.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, columns)?);
     }
-    let Some(expert_buffers) = &scratch.experts else { bail!("internal error: the expert buffers were not allocated") };
+    let Some(expert_buffers) = &layer_buffers.experts else {
+        bail!("internal error: the expert buffers were not allocated")
+    };
     let norm = rms_norm(&layer.mlp_norm);
     decode::add_router(
         launches,

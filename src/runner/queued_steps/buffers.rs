@@ -12,12 +12,12 @@ use super::queued_step::ExpectedToken;
 use super::row_sampling::RowSampling;
 use crate::kernels::launch::{HostMailbox, HostWords};
 use crate::kernels::sampling::{
-    EditedRow, LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS,
-    edit_rows, queue_best, queue_rows, send_logprobs, take_logprobs,
+    EditedRow, LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, RowLogprobs, SAMPLE_PARAM_WORDS, edit_rows, queue_best,
+    queue_rows, send_logprobs, take_logprobs,
 };
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;
-use crate::runner::sampling::{Chosen, ChosenToken, NoToken, TokenLogprobs};
+use crate::runner::sampling::{Chosen, ChosenToken, TokenLogprobs, token_in_word};
 use crate::runner::step::StepSequence;
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
@@ -158,7 +158,7 @@ impl QueuedStepBuffers {
                 chosen.push(None);
                 continue;
             };
-            let mut token = decode_token(self.mailbox.wait(slot)?);
+            let mut token = token_in_word(self.mailbox.wait(slot)?).map(|id| ChosenToken { id, logprobs: None });
             slot += 1;
             if let Some(count) = logprobs {
                 // Take the log probabilities even if no token could be chosen, so that the slots are empty again.
@@ -192,12 +192,4 @@ fn rows_with_logprobs(samplings: &[RowSampling], logits: &Tensor) -> Result<(Ten
         row.row = index;
     }
     Ok((copy, rows))
-}
-
-/// Returns the token in a mailbox word, or fails with [`NoToken`].
-fn decode_token(word: u32) -> Result<ChosenToken> {
-    match word {
-        MAILBOX_NO_TOKEN => Err(NoToken.into()),
-        word => Ok(ChosenToken { id: word - 1, logprobs: None }),
-    }
 }

@@ -1,7 +1,7 @@
 //! Chooses the next tokens of sequences from their logits.
 //!
 //! - `token_sampler`: the interface of samplers
-//! - `chosen_token`: the token that a sampler chose
+//! - `chosen_token`: the token that a sampler chose, and how the GPU sends it to the host
 //! - `on_host`, `on_device`: choose tokens on the host or on a GPU
 //! - `logprobs`: the log probabilities of a token
 //! - `no_cuda`: replaces `on_device` in builds without CUDA
@@ -17,6 +17,8 @@ mod on_device;
 mod on_host;
 mod token_sampler;
 
+#[cfg(feature = "cuda")]
+pub(super) use chosen_token::token_in_word;
 pub use chosen_token::{Chosen, ChosenToken};
 pub use logprobs::TokenLogprobs;
 #[cfg(not(feature = "cuda"))]
