@@ -4,14 +4,16 @@
 //! A batch graph replays the operations of [`Decoder::hidden_states`], and of [`Decoder::own_best_logits`] or
 //! [`Decoder::own_logits`].
 //! Except for rounding, the logits of the graph equal the logits of a step without a graph.
-//! If the kernel for the logits also finds the largest logits, a graph stores all logits only in steps that need them.
-//! If there are several ranks, a graph also exchanges the largest logits of the ranks.
+//! The *best logits* of a row are candidates for its largest logit (see [`best_logits`]).
+//! If the kernel for the logits also finds the best logits, a graph stores all logits only in steps that need them.
+//! If there are several ranks, a graph also exchanges the best logits of the ranks.
 //!
 //! Batches of more than 8 rows are padded to multiples of 8 or, above 64 rows, of 16, so that fewer graphs are needed.
 //! A padding row repeats the last sequence, so it uses no additional experts, and rewrites the same keys and values
 //! in the same slots.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
@@ -28,6 +30,7 @@ use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
 use crate::nn::pass::Pass;
+use crate::runner::assert_send;
 use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::queued_steps::QueuedStepBuffers;
 use crate::runner::step::StepSequence;
@@ -80,9 +83,9 @@ impl Arenas {
 struct LogitsBuffers {
     /// This rank's logits, f32 `[rows, columns]`, with one column for each token in [`Decoder::own_tokens`].
     own: Tensor,
-    /// Candidates for the largest of this rank's logits, f32 `[rows, BEST_LOGITS_COLUMNS]`.
+    /// This rank's best logits, f32 `[rows, BEST_LOGITS_COLUMNS]`.
     own_best: Tensor,
-    /// The candidates of all ranks, f32 `[rows, ranks · BEST_LOGITS_COLUMNS]`. With one rank, this is `own_best`.
+    /// The best logits of all ranks, f32 `[rows, ranks · BEST_LOGITS_COLUMNS]`. With one rank, this is `own_best`.
     best: Tensor,
 }
 
@@ -114,11 +117,11 @@ struct BatchGraph {
     known: Vec<u32>,
     ids: Tensor,
     pass: Pass,
-    /// u32 `[1]`: 1 if the step needs only the largest logits, otherwise 0.
+    /// u32 `[1]`: 1 if the step needs only the best logits, otherwise 0.
     skips_logits: Tensor,
     /// The logits of the padded batch.
     logits: LogitsBuffers,
-    /// Whether the graph finds the largest logits and writes them to `logits.best`. False until the first step has run.
+    /// Whether the graph finds the best logits and writes them to `logits.best`. False until the first step has run.
     finds_best: bool,
     /// The memory for the graph's intermediate results. `None` if the graph itself allocates this memory.
     arena: Option<Arena>,
@@ -161,10 +164,10 @@ impl BatchGraphs {
     ) -> Result<Option<StepLogits>> {
         match self.run(decoder, cache, sequences, needs, buffers) {
             Ok(logits) => Ok(Some(logits)),
-            // Do not repeat the step eagerly: the other ranks do not know about the failure, and would not repeat it.
+            // Do not repeat the step: the other ranks do not know about the failure, and would not repeat it.
             Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
-                // The failed step may have written keys and values to the cache. The eager step overwrites them.
+                // The failed step may have written keys and values to the cache. The repeated step overwrites them.
                 tracing::warn!(
                     %error,
                     "cannot run batches as CUDA graphs; batches now run operation by operation, which is slower"
@@ -180,7 +183,7 @@ impl BatchGraphs {
 
     /// Queues a decode step of at most `MAX_SEQUENCES` sequences. `buffers` copies the inputs to the device.
     /// [`can_run_model`](Self::can_run_model) must be true.
-    /// Returns only the largest logits if `needs` allows it and the graph finds them.
+    /// Returns only the best logits if `needs` allows it and the graph finds them.
     /// The next step overwrites the logits.
     pub fn run(
         &mut self,
@@ -191,18 +194,18 @@ impl BatchGraphs {
         buffers: &mut QueuedStepBuffers,
     ) -> Result<StepLogits> {
         let size = padded(sequences.len());
-        let logits = match &self.logits {
-            Some(logits) => logits.clone(),
-            None => LogitsBuffers::new(decoder, cache.device())?,
+        let logits = match &mut self.logits {
+            Some(logits) => logits,
+            none => none.insert(LogitsBuffers::new(decoder, cache.device())?),
         };
-        let logits = self.logits.insert(logits).first_rows(size)?;
-        if !self.graphs.contains_key(&size) {
-            self.graphs.insert(
-                size,
-                BatchGraph::new(size, self.table_blocks, self.sum_order, decoder, cache, logits.clone())?,
-            );
-        }
-        let Some(batch) = self.graphs.get_mut(&size) else { bail!("internal error: no graph for {size} sequences") };
+        let logits = logits.first_rows(size)?;
+        let batch = match self.graphs.entry(size) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let (table_blocks, sum_order) = (self.table_blocks, self.sum_order);
+                entry.insert(BatchGraph::new(size, table_blocks, sum_order, decoder, cache, logits.clone())?)
+            }
+        };
         let inputs = batch.inputs(decoder, cache, sequences, needs, buffers, self.table_blocks)?;
         buffers.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
@@ -211,7 +214,7 @@ impl BatchGraphs {
         }
         let LogitsBuffers { own, best, .. } = logits.first_rows(sequences.len())?;
         Ok(match needs {
-            NeededLogits::Largest if batch.finds_best => StepLogits::Largest(best),
+            NeededLogits::Best if batch.finds_best => StepLogits::Best(best),
             _ => StepLogits::Own(own),
         })
     }
@@ -221,17 +224,16 @@ impl BatchGraphs {
 #[derive(Clone, Copy, PartialEq)]
 pub enum NeededLogits {
     All,
-    /// Only the largest logit of each row.
-    Largest,
+    /// Only the best logits of each row.
+    Best,
 }
 
 /// The logits of a step.
 pub enum StepLogits {
     /// This rank's columns of the logits, one for each token in [`Decoder::own_tokens`]: f32 `[sequences, columns]`.
     Own(Tensor),
-    /// Candidates for the largest logit of each row, from all ranks: f32 `[sequences, ranks · BEST_LOGITS_COLUMNS]`
-    /// (see [`best_logits`]).
-    Largest(Tensor),
+    /// The best logits of each row, from all ranks: f32 `[sequences, ranks · BEST_LOGITS_COLUMNS]`.
+    Best(Tensor),
 }
 
 /// Returns the padded batch size for a number of sequences.
@@ -257,16 +259,16 @@ impl BatchGraph {
         let groups = cache.layout().groups();
         let (words, tables) = (size * (2 + groups), groups * size * table_blocks);
         let inputs = Tensor::zeros(words + tables + 1, DType::U32, cache.device())?;
-        let part = |first: usize, count: usize| inputs.narrow(0, first * size, count * size);
+        let columns = |first: usize, count: usize| inputs.narrow(0, first * size, count * size);
         let blocks = |group: usize| {
-            let tables = part(2 + groups + group * table_blocks, table_blocks)?.reshape((size, table_blocks))?;
-            Ok(PassBlocks { tables, slots: part(2 + group, 1)? })
+            let tables = columns(2 + groups + group * table_blocks, table_blocks)?.reshape((size, table_blocks))?;
+            Ok(PassBlocks { tables, slots: columns(2 + group, 1)? })
         };
         let blocks = (0..groups).map(blocks).collect::<candle_core::Result<Vec<_>>>()?;
         let pass =
-            Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
+            Pass::from_parts(Queries::one_token_each(columns(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
         Ok(Self {
-            ids: part(0, 1)?,
+            ids: columns(0, 1)?,
             pass,
             skips_logits: inputs.narrow(0, words + tables, 1)?,
             logits,
@@ -329,7 +331,7 @@ impl BatchGraph {
             }
         }
         let flag = self.known.len() - 1;
-        let skips_logits = u32::from(needs == NeededLogits::Largest);
+        let skips_logits = u32::from(needs == NeededLogits::Best);
         if self.known[flag] != skips_logits {
             self.known[flag] = skips_logits;
             changes.push((flag as u32, skips_logits));
@@ -371,26 +373,25 @@ impl BatchGraph {
     }
 
     /// Computes the logits of the current inputs and writes them to `self.logits.own`.
-    /// Returns true if this function also finds the largest logits and writes them to `self.logits.best`.
+    /// Returns true if this function also finds the best logits and writes them to `self.logits.best`.
     /// In that case, `self.logits.own` may stay unchanged if `self.skips_logits` is 1.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<bool> {
         let (LogitsBuffers { own, own_best, best }, sum_order) = (&self.logits, self.pass.sum_order());
         let (ranks, first_token) = (decoder.world().size(), decoder.own_tokens().start);
         let hidden = decoder.hidden_states(&self.ids, &self.pass, cache, None)?;
         let output = LogitsOutput { logits: own, best: own_best, skips_logits: &self.skips_logits, first_token };
-        let found = match decoder.own_best_logits(&hidden, sum_order, &output)? {
-            true => own_best.clone(),
-            false => {
-                let logits = decoder.own_logits(&hidden, sum_order, Some(own))?;
-                if logits.id() != own.id() {
-                    copy_rows(own, &logits, 0)?;
-                }
-                // A single GPU then chooses tokens from all logits: finding the largest logits first is not faster.
-                if ranks == 1 {
-                    return Ok(false);
-                }
-                best_logits(own, first_token)?
+        let found = if decoder.own_best_logits(&hidden, sum_order, &output)? {
+            own_best.clone()
+        } else {
+            let logits = decoder.own_logits(&hidden, sum_order, Some(own))?;
+            if logits.id() != own.id() {
+                copy_rows(own, &logits, 0)?;
             }
+            // A single GPU then chooses tokens from all logits: finding the best logits first is not faster.
+            if ranks == 1 {
+                return Ok(false);
+            }
+            best_logits(own, first_token)?
         };
         if ranks == 1 {
             return Ok(true);
@@ -403,10 +404,7 @@ impl BatchGraph {
     }
 }
 
-const _: fn() = || {
-    fn is_send<T: Send>() {}
-    is_send::<BatchGraphs>();
-};
+const _: () = assert_send::<BatchGraphs>();
 
 #[cfg(test)]
 mod tests {

@@ -61,7 +61,7 @@ impl StepLauncher {
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
     /// same tokens. If the step runs as a batch graph and [`RowSampling::needs_only_best`] is true for all entries,
-    /// the ranks may store and exchange only the largest logits.
+    /// the ranks may store and exchange only the best logits.
     pub fn queue(
         &mut self,
         decoder: &Decoder,
@@ -70,10 +70,8 @@ impl StepLauncher {
         sequences: &[StepSequence],
         samplings: &[RowSampling],
     ) -> Result<usize> {
-        let needs = match !samplings.is_empty() && samplings.iter().all(RowSampling::needs_only_best) {
-            true => NeededLogits::Largest,
-            false => NeededLogits::All,
-        };
+        let needs_only_best = !samplings.is_empty() && samplings.iter().all(RowSampling::needs_only_best);
+        let needs = if needs_only_best { NeededLogits::Best } else { NeededLogits::All };
         let on_graph = match executor {
             StepExecutor::BatchGraph => self.batches.try_run(decoder, cache, sequences, needs, &mut self.buffers)?,
             StepExecutor::DecodeGraph | StepExecutor::Eager => None,
@@ -83,12 +81,14 @@ impl StepLauncher {
             None => StepLogits::Own(self.queue_operations(decoder, cache, sequences)?),
         };
         let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
-        let sampled = |logits: Tensor| match rows.len() == sequences.len() {
-            true => Ok(logits),
-            false => logits.index_select(&Tensor::new(rows.as_slice(), logits.device())?, 0),
+        let sampled = |logits: Tensor| {
+            if rows.len() == sequences.len() {
+                return Ok(logits);
+            }
+            logits.index_select(&Tensor::new(rows.as_slice(), logits.device())?, 0)
         };
         match logits {
-            StepLogits::Largest(best) => self.buffers.choose_best(samplings, &sampled(best)?),
+            StepLogits::Best(best) => self.buffers.choose_best(samplings, &sampled(best)?),
             StepLogits::Own(own) => self.buffers.choose(samplings, &decoder.logits_of_ranks(&sampled(own)?)?),
         }
     }
@@ -123,10 +123,10 @@ impl StepLauncher {
     }
 }
 
-/// Returns the logits of all ranks, f32 `[sequences, vocab]`. Fails if the step has found only the largest logits.
+/// Returns the logits of all ranks, f32 `[sequences, vocab]`. Fails if the step has found only the best logits.
 fn all_logits(decoder: &Decoder, logits: &StepLogits) -> Result<Tensor> {
     match logits {
         StepLogits::Own(own) => decoder.logits_of_ranks(own),
-        StepLogits::Largest(_) => bail!("internal error: the step has found only the largest logits"),
+        StepLogits::Best(_) => bail!("internal error: the step has found only the best logits"),
     }
 }
