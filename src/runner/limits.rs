@@ -20,7 +20,7 @@ pub struct RunnerLimits {
 /// Options for how a runner runs its steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerOptions {
-    /// Whether to run all steps one operation at a time, without CUDA graphs.
+    /// Whether to run all steps operation by operation, without CUDA graphs.
     pub eager: bool,
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,

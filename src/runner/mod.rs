@@ -56,7 +56,7 @@ const fn assert_send<T: Send>() {}
 /// A model and the KV cache of all sequences, on one device or divided among ranks.
 pub struct Runner {
     /// Launches batch graphs and queued steps.
-    /// `None` on a CPU, with `--eager`, or if the host copies data between ranks.
+    /// `None` on a CPU, with [`RunnerOptions::eager`], or if the host copies data between ranks.
     /// Declared first, so that batch graphs are dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
     /// All ranks, which run every pass together. The fields `decoder` and `cache` belong to the first rank.
@@ -129,8 +129,8 @@ impl Runner {
         self.limits
     }
 
-    /// Returns how all prompts are divided into parts, or `None` without `--deterministic`.
-    /// Without `--deterministic`, individual requests can still be deterministic ([`StepSequence::prompt_parts`]).
+    /// Returns how all prompts are divided into parts, or `None` if [`RunnerOptions::prompt_parts`] is not set.
+    /// In the latter case, individual requests can still be deterministic ([`StepSequence::prompt_parts`]).
     pub fn prompt_parts(&self) -> Option<PromptParts> {
         self.options.prompt_parts
     }

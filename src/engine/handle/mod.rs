@@ -276,7 +276,7 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how decode steps usually run while one request is active: as a CUDA graph, or one operation at a time.
+    /// Returns how decode steps usually run while one request is active: as a CUDA graph, or operation by operation.
     pub fn execution_mode(&self) -> ExecutionMode {
         self.shared.info.execution_mode
     }

@@ -31,7 +31,7 @@ pub struct ModelInfo {
     /// The attention kernel outside the decode graph, which has its own attention kernel.
     /// If layers use different kernels, the kernel of the first rank's last layer.
     pub attention: AttentionBackend,
-    /// How decode steps usually run while one request is active: as a CUDA graph, or one operation at a time.
+    /// How decode steps usually run while one request is active: as a CUDA graph, or operation by operation.
     pub execution_mode: ExecutionMode,
     /// Why the engine has no decode graph. `None` if it has one.
     pub no_decode_graph: Option<NoDecodeGraph>,

@@ -53,7 +53,7 @@ pub struct LoadOptions<'o> {
     /// The format to which floating-point weight matrices are quantized during loading.
     /// With `None`, these matrices are not quantized.
     pub quantize: Option<QuantizationTarget>,
-    /// Whether to run all steps one operation at a time, even if a CUDA graph could run them.
+    /// Whether to run all steps operation by operation, even if a CUDA graph could run them.
     pub eager: bool,
     /// Whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
     /// If true, steps are slower, and prompts reuse fewer cached tokens.

@@ -1,4 +1,4 @@
-//! [`MemoryLimit`], the value of `--gpu-memory`.
+//! [`MemoryLimit`]: how much memory of each device the engine may use.
 
 use std::str::FromStr;
 

@@ -94,7 +94,7 @@ pub struct Summary {
     pub context_used: usize,
     /// The context length of the engine, in tokens.
     pub context: usize,
-    /// How decode steps usually run while only one request is active: as a CUDA graph, or one operation at a time.
+    /// How decode steps usually run while only one request is active: as a CUDA graph, or operation by operation.
     pub execution_mode: ExecutionMode,
     pub tool_calls: Vec<ToolCall>,
     /// How often the model violated its chat format.

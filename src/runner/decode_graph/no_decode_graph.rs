@@ -9,10 +9,10 @@ use candle_core::DType;
 /// (see `step/route.rs`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
-    /// [`RunnerOptions::eager`](crate::runner::RunnerOptions::eager) is true, for example because of `--eager`.
+    /// [`RunnerOptions::eager`](crate::runner::RunnerOptions::eager) is true.
     Eager,
-    /// [`RunnerOptions::prompt_parts`](crate::runner::RunnerOptions::prompt_parts) is set, for example because of
-    /// `--deterministic`. The decode graph does not add in the order `SumOrder::Fixed`.
+    /// [`RunnerOptions::prompt_parts`](crate::runner::RunnerOptions::prompt_parts) is set.
+    /// The decode graph does not add in the order `SumOrder::Fixed`.
     Deterministic,
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.

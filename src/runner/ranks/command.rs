@@ -20,9 +20,9 @@ use crate::runner::step::{StepExecutor, StepSequence};
 /// A command that the first rank sends to a follower.
 #[derive(Clone)]
 pub enum RankCommand {
-    /// Runs a batch one operation at a time.
+    /// Runs a batch operation by operation.
     Forward(Arc<OwnedBatch>),
-    /// Runs a batch one operation at a time, and computes the logits of the given ranges of tokens.
+    /// Runs a batch operation by operation, and computes the logits of the given ranges of tokens.
     /// See [`forward_scored`].
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a batch graph.

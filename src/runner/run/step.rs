@@ -150,7 +150,7 @@ impl Runner {
         }
     }
 
-    /// Runs the decoder one operation at a time. Also computes the log probabilities of the prompt tokens in `scores`.
+    /// Runs the decoder operation by operation. Also computes the log probabilities of the prompt tokens in `scores`.
     /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
     fn forward(&mut self, sequences: &mut [StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();

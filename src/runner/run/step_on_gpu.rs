@@ -78,8 +78,8 @@ impl Runner {
         Ok(take_token(graph, &self.ranks, sequence.limit, sampler))
     }
 
-    /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
-    /// Returns `None` if the sequence has no sampler.
+    /// Chooses the next token of one sequence from the logits of a step that ran operation by operation,
+    /// such as the last prefill step. Returns `None` if the sequence has no sampler.
     ///
     /// If there is a decode graph and the sampler does not need the whole row of logits, starts the graph.
     /// The graph then chooses the token, and keeps it on the device as the input of the next step.

@@ -10,7 +10,7 @@ use serde::Serialize;
 pub enum ExecutionMode {
     /// As a CUDA graph: the decode graph, or a batch graph of one sequence.
     Graph,
-    /// One operation at a time, without a CUDA graph.
+    /// Operation by operation, without a CUDA graph.
     Eager,
 }
 

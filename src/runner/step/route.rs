@@ -21,7 +21,7 @@ pub enum StepExecutor {
     DecodeGraph,
     /// A batch graph: the CUDA graph of one padded batch size.
     BatchGraph,
-    /// The decoder, one operation at a time.
+    /// The decoder, which runs operation by operation.
     Eager,
 }
 
@@ -32,12 +32,12 @@ pub struct RunnerFacts {
     /// Whether batch graphs can run the decode steps of the runner's model.
     pub has_batch_graphs: bool,
     /// Whether steps can be queued. On a CPU, true only if `RunnerOptions::queue_steps` is `Some(true)`, as in tests.
-    /// On a GPU, false with `--eager`, if ranks share the GPU, if the host copies data between ranks,
+    /// On a GPU, false if `RunnerOptions::eager` is set, if ranks share the GPU, if the host copies data between ranks,
     /// or if `RunnerOptions::queue_steps` is `Some(false)`.
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
-    /// Whether the runner has `prompt_parts` (`--deterministic`), so that no result may depend on other sequences.
+    /// Whether `RunnerOptions::prompt_parts` is set, so that no result may depend on other sequences.
     pub is_deterministic: bool,
 }
 
@@ -116,7 +116,7 @@ fn unqueued_executor(runner: RunnerFacts, step: StepFacts) -> StepExecutor {
             return StepExecutor::DecodeGraph;
         }
         // Few steps of a single sequence get here: most run on the decode graph or are queued.
-        // On one GPU without `--deterministic`, no batch graph is captured for these few steps.
+        // On one GPU, unless the runner is deterministic, no batch graph is captured for these few steps.
         if !runner.is_deterministic && !runner.has_several_ranks {
             return StepExecutor::Eager;
         }
@@ -142,6 +142,7 @@ mod tests {
         has_several_ranks: false,
         is_deterministic: false,
     };
+    const SEVERAL_GPUS: RunnerFacts = RunnerFacts { has_several_ranks: true, ..GPU };
     /// A GPU with a model that the decode graph does not support.
     const NO_DECODE_GRAPH: RunnerFacts = RunnerFacts { has_decode_graph: false, ..GPU };
     const DETERMINISTIC: RunnerFacts = RunnerFacts { is_deterministic: true, ..NO_DECODE_GRAPH };
@@ -154,24 +155,61 @@ mod tests {
     const CHUNKS: StepFacts = StepFacts { is_decode: false, ..MANY };
 
     /// The rows of the table in docs/scheduling.md, each with examples of its runners and steps.
-    #[rustfmt::skip]
     const ROWS: &[(&str, &[RunnerFacts], &[StepFacts])] = &[
-        ("decode step of one sequence", &[GPU, RunnerFacts { has_several_ranks: true, ..GPU }], &[ONE]),
-        ("decode step of one sequence with log probabilities, a logit bias, or a minimum length that is not reached yet", &[GPU], &[StepFacts { needs_logits: true, ..ONE }]),
+        ("decode step of one sequence", &[GPU, SEVERAL_GPUS], &[ONE]),
+        (
+            "decode step of one sequence with log probabilities, a logit bias, \
+             or a minimum length that is not reached yet",
+            &[GPU],
+            &[StepFacts { needs_logits: true, ..ONE }],
+        ),
         ("decode step of one sequence with a constraint", &[GPU], &[ONE_CONSTRAINED]),
         ("decode step of one sequence, model without a decode graph", &[NO_DECODE_GRAPH], &[ONE]),
-        ("decode step of one sequence, model without a decode graph, constraint that does not limit the next token", &[NO_DECODE_GRAPH], &[ONE_UNLIMITED]),
-        ("decode step of one sequence, model without a decode graph on several GPUs, constraint that does not limit the next token", &[RunnerFacts { has_several_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
+        (
+            "decode step of one sequence, model without a decode graph, \
+             constraint that does not limit the next token",
+            &[NO_DECODE_GRAPH],
+            &[ONE_UNLIMITED],
+        ),
+        (
+            "decode step of one sequence, model without a decode graph on several GPUs, \
+             constraint that does not limit the next token",
+            &[RunnerFacts { has_several_ranks: true, ..NO_DECODE_GRAPH }],
+            &[ONE_UNLIMITED],
+        ),
         ("decode step of 2 to 256 sequences", &[GPU, NO_DECODE_GRAPH], &[StepFacts { sequences: 2, ..MANY }, MANY]),
         ("decode step of 2 to 256 sequences, some with a constraint", &[GPU, NO_DECODE_GRAPH], &[MANY_CONSTRAINED]),
         ("step with chunks of prompts", &[GPU], &[CHUNKS]),
-        ("step with chunks of prompts, if no sequence gets a token", &[GPU], &[StepFacts { chooses_tokens: false, ..CHUNKS }]),
-        ("step with a prompt chunk of one sequence, which the decode graph continues", &[GPU], &[StepFacts { sequences: 1, ..CHUNKS }]),
-        ("step that computes log probabilities of prompt tokens", &[GPU, DETERMINISTIC], &[StepFacts { has_scores: true, ..CHUNKS }]),
+        (
+            "step with chunks of prompts, if no sequence gets a token",
+            &[GPU],
+            &[StepFacts { chooses_tokens: false, ..CHUNKS }],
+        ),
+        (
+            "step with a prompt chunk of one sequence, which the decode graph continues",
+            &[GPU],
+            &[StepFacts { sequences: 1, ..CHUNKS }],
+        ),
+        (
+            "step that computes log probabilities of prompt tokens",
+            &[GPU, DETERMINISTIC],
+            &[StepFacts { has_scores: true, ..CHUNKS }],
+        ),
         ("decode step with `--deterministic`", &[DETERMINISTIC], &[ONE, MANY]),
-        ("decode step with `--deterministic`, some sequences with a constraint", &[DETERMINISTIC], &[ONE_CONSTRAINED, MANY_CONSTRAINED]),
+        (
+            "decode step with `--deterministic`, some sequences with a constraint",
+            &[DETERMINISTIC],
+            &[ONE_CONSTRAINED, MANY_CONSTRAINED],
+        ),
         ("step with chunks of prompts with `--deterministic`", &[DETERMINISTIC], &[CHUNKS]),
-        ("step with a deterministic request, without `--deterministic`", &[GPU], &[StepFacts { has_deterministic_sequence: true, ..ONE }, StepFacts { has_deterministic_sequence: true, ..MANY }]),
+        (
+            "step with a deterministic request, without `--deterministic`",
+            &[GPU],
+            &[
+                StepFacts { has_deterministic_sequence: true, ..ONE },
+                StepFacts { has_deterministic_sequence: true, ..MANY },
+            ],
+        ),
         ("any step with `--eager`, or on GPUs between which the host copies data", &[EAGER], &[ONE, MANY, CHUNKS]),
     ];
 
@@ -254,7 +292,10 @@ mod tests {
             let is_eager = executor == StepExecutor::Eager;
             assert!(can_run, "{executor:?} cannot run {step:?} of {runner:?}");
             assert!(!is_queued || can_queue && !step.has_scores, "{step:?} of {runner:?} is queued, but must not be");
-            assert!(!is_separate || is_eager && !is_queued, "{step:?} of {runner:?} must run eagerly and unqueued");
+            assert!(
+                !is_separate || is_eager && !is_queued,
+                "{step:?} of {runner:?} must run operation by operation and unqueued"
+            );
             assert!(!step.has_scores || is_eager, "only the decoder computes the scores of {step:?}");
             let unqueued = route(RunnerFacts { can_queue: false, ..runner }, step);
             assert!(!unqueued.is_queued);
