@@ -157,139 +157,115 @@ impl Drop for Engine {
     }
 }
 
-/// A builder for an [`Engine`], created by [`Engine::builder`].
+/// A builder for an [`Engine`], created by [`Engine::builder`]. Each method sets a field of [`LoadOptions`].
 pub struct EngineBuilder<'o> {
     dir: PathBuf,
     options: LoadOptions<'o>,
 }
 
 impl<'o> EngineBuilder<'o> {
-    /// Sets the device. The default is the first GPU.
+    /// Sets [`LoadOptions::devices`] to one device.
     pub fn device(self, device: DeviceChoice) -> Self {
         self.devices(device.into())
     }
 
-    /// Sets the devices that run the model together. Replaces the device that [`device`](Self::device) set.
+    /// Sets [`LoadOptions::devices`]. Replaces the device that [`device`](Self::device) set.
     pub fn devices(mut self, devices: Devices) -> Self {
         self.options.devices = devices;
         self
     }
 
-    /// Sets how several devices divide the model.
-    /// By default, each device holds a part of every large matrix except the embeddings, which it holds whole.
+    /// Sets [`LoadOptions::split`].
     pub fn split(mut self, split: Split) -> Self {
         self.options.split = split;
         self
     }
 
-    /// Sets the dtype of activations and of the KV cache. The default is bf16 on a GPU and f32 on a CPU.
+    /// Sets [`LoadOptions::dtype`].
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.options.dtype = Some(dtype);
         self
     }
 
-    /// Sets the context length in tokens. The default is 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory even with the smallest chunk, the default is halved until the model fits,
-    /// but not below 2,048.
+    /// Sets [`LoadOptions::context`].
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
     }
 
-    /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
-    ///
-    /// More sequences can run at once if they are shorter than the context.
-    /// A sequence waits to start while the KV cache has too few free blocks.
+    /// Sets [`LoadOptions::sequences`].
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
     }
 
-    /// Sets the maximum number of sequences that run at once.
-    /// The default is the upper limit: 256 or the chunk size, whichever is less.
+    /// Sets [`LoadOptions::max_sequences`].
     pub fn max_sequences(mut self, max_sequences: usize) -> Self {
         self.options.max_sequences = Some(max_sequences);
         self
     }
 
-    /// Sets the memory to use on each device. The KV cache gets what remains after weights and workspace.
-    ///
-    /// By default, the KV cache is only as large as [`sequences`](Self::sequences) requires.
+    /// Sets [`LoadOptions::memory`].
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
     }
 
-    /// Sets the prefill chunk size in tokens.
-    /// The default is up to 8,192 on a GPU and up to 256 on a CPU, depending on the free memory and the context.
+    /// Sets [`LoadOptions::chunk`].
     pub fn chunk(mut self, chunk: usize) -> Self {
         self.options.chunk = Some(chunk);
         self
     }
 
-    /// Sets the format to which floating-point weight matrices are quantized during loading.
-    /// By default, these matrices are not quantized.
+    /// Sets [`LoadOptions::quantize`].
     pub fn quantize(mut self, quantize: QuantizationTarget) -> Self {
         self.options.quantize = Some(quantize);
         self
     }
 
-    /// Sets whether all steps run one operation at a time, even if a CUDA graph could run them. The default is `false`.
+    /// Sets [`LoadOptions::eager`].
     pub fn eager(mut self, eager: bool) -> Self {
         self.options.eager = eager;
         self
     }
 
-    /// Sets whether answers are deterministic: their tokens and logits do not depend on other requests, prefix caching
-    /// or preemption. The default is `false`.
+    /// Sets [`LoadOptions::deterministic`].
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.options.deterministic = deterministic;
         self
     }
 
-    /// Sets whether steps can be queued before the tokens of the previous step are known.
-    ///
-    /// The default is `true` on a GPU and `false` on a CPU. [`LoadOptions::queue_steps`] lists exceptions.
-    /// Change the default only in tests: without queued steps, a GPU idles while it waits for the host.
-    /// On a CPU, queuing gains nothing, because a step runs as soon as it is queued.
+    /// Sets [`LoadOptions::queue_steps`].
     pub fn queue_steps(mut self, queue_steps: bool) -> Self {
         self.options.queue_steps = Some(queue_steps);
         self
     }
 
-    /// Sets whether to load the kernels of dense matrix products before the first request. The default is `false`.
-    ///
-    /// If true, loading takes longer: for gpt-oss-20b on an H200, 0.3 s (see docs/benchmark-history.md).
-    /// If false, the first steps with a new number of tokens can wait until cuBLASLt has loaded a kernel.
+    /// Sets [`LoadOptions::warm_up`].
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;
         self
     }
 
-    /// Sets the attention kernel. Loading fails if the device or the model does not support the kernel.
-    /// The decode graph ignores this option, because it has its own attention kernel.
+    /// Sets [`LoadOptions::attention`].
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self
     }
 
-    /// Sets a progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
-    /// Its second argument is the size of all tensors for the first device, including tensors that are never loaded,
-    /// such as a vision tower. Both sizes are in bytes.
-    /// A tensor counts with its whole size in the model's files, even if the device loads only a part of the tensor.
+    /// Sets [`LoadOptions::progress`].
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self
     }
 
-    /// Sets a callback that runs when all devices are open. Its argument is the device with the least free memory.
+    /// Sets [`LoadOptions::on_device`].
     pub fn on_device(mut self, on_device: &'o dyn Fn(&DeviceInfo)) -> Self {
         self.options.on_device = on_device;
         self
     }
 
-    /// Sets a function that checks the tokenizer and chat format while the weights load.
-    /// If the function fails, loading fails.
+    /// Sets [`LoadOptions::check_language`].
     pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
         self.options.check_language = check;
         self

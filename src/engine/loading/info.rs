@@ -36,7 +36,7 @@ pub struct ModelInfo {
     /// Why the engine has no decode graph. `None` if it has one.
     pub no_decode_graph: Option<NoDecodeGraph>,
     /// Whether all answers are deterministic: no answer depends on other requests.
-    /// See [`EngineBuilder::deterministic`](crate::engine::EngineBuilder::deterministic).
+    /// See [`LoadOptions::deterministic`](crate::engine::LoadOptions::deterministic).
     pub is_deterministic: bool,
     /// How to divide the prompts of requests with [`deterministic`](crate::GenerateOptions::deterministic).
     /// `None` if the chunk size or the attention kernel does not support deterministic requests.

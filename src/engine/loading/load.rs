@@ -27,11 +27,12 @@ use crate::sandbox;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress};
 
-/// Options for loading a model.
+/// Options for loading a model. The methods of [`EngineBuilder`](crate::engine::EngineBuilder) set them.
 pub struct LoadOptions<'o> {
-    /// The devices that run the model together.
+    /// The devices that run the model together. The default is the first GPU.
     pub devices: Devices,
     /// How several devices divide the model.
+    /// By default, each device holds a part of every large matrix except the embeddings, which it holds whole.
     pub split: Split,
     /// The dtype of activations and of the KV cache. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
@@ -42,7 +43,9 @@ pub struct LoadOptions<'o> {
     /// The prefill chunk size in tokens.
     /// `None` selects up to 8,192 on a GPU and up to 256 on a CPU, depending on the free memory and the context.
     pub chunk: Option<usize>,
-    /// The minimum number of full-context sequences that the KV cache can hold. More sequences fit if they are shorter.
+    /// The minimum number of full-context sequences that the KV cache can hold. The default is 1.
+    /// More sequences can run at once if they are shorter than the context.
+    /// A sequence waits to start while the KV cache has too few free blocks.
     pub sequences: usize,
     /// The maximum number of sequences that run at once. `None` selects the upper limit: 256 or the chunk size,
     /// whichever is less. A step must have room for one token of every running sequence.
@@ -54,17 +57,20 @@ pub struct LoadOptions<'o> {
     /// With `None`, these matrices are not quantized.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run all steps operation by operation, even if a CUDA graph could run them.
+    /// The default is `false`.
     pub eager: bool,
     /// Whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
-    /// If true, steps are slower, and prompts reuse fewer cached tokens.
+    /// If true, steps are slower, and prompts reuse fewer cached tokens. The default is `false`.
     pub deterministic: bool,
     /// Whether steps can be queued before the tokens of the previous step are known.
     /// `None` means `true` on a GPU and `false` on a CPU.
     /// On a GPU, no steps are queued if `eager` is set, if ranks share a GPU, or if the host copies data between ranks.
-    /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps).
+    /// Change the default only in tests: without queued steps, a GPU idles while it waits for the host.
+    /// On a CPU, queuing gains nothing, because a step runs as soon as it is queued.
     pub queue_steps: Option<bool>,
-    /// Whether to load the kernels of dense matrix products before the first request.
-    /// If false, loading takes less time, but the first steps with a new number of tokens take longer.
+    /// Whether to load the kernels of dense matrix products before the first request. The default is `false`.
+    /// If true, loading takes longer: for gpt-oss-20b on an H200, 0.3 s (see docs/benchmark-history.md).
+    /// If false, the first steps with a new number of tokens can wait until cuBLASLt has loaded a kernel.
     pub warm_up: bool,
     /// The attention kernel. Loading fails if the device or the model does not support the kernel.
     /// The decode graph ignores this option: it has a kernel of its own.

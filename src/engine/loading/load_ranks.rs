@@ -40,7 +40,7 @@ pub(super) struct RankLoader<'l> {
     /// The maximum number of tokens in one forward pass.
     pub chunk: usize,
     /// Whether to load the kernels of dense matrix products before the first request.
-    /// See [`LoadOptions::warm_up`](super::load::LoadOptions).
+    /// See [`LoadOptions::warm_up`](super::load::LoadOptions::warm_up).
     pub warm_up: bool,
     /// The paths on which GPUs may exchange data, in the order in which they are tried.
     pub exchange_paths: &'l [ExchangePath],

@@ -119,7 +119,7 @@ pub struct GenerateOptions {
     /// whether its prompt begins like this prompt.
     pub cache_salt: Option<String>,
     /// Whether the answer must not depend on other requests, even if the engine is not
-    /// [`deterministic`](crate::engine::EngineBuilder::deterministic).
+    /// [`deterministic`](crate::engine::LoadOptions::deterministic).
     /// Without a deterministic engine, the request and all concurrent requests are slower.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), with which the answer can be recomputed.
