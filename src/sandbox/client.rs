@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -43,7 +43,7 @@ impl Sandbox {
     /// Sends a request to the sandbox process. Returns the response, or an error if the request failed.
     /// If an earlier request ended the sandbox process, starts a new process first.
     fn call(&self, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
-        let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut slot = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let mut process = match slot.take() {
             Some(process) => process,
             None => Process::start(&self.dir)?.0,

@@ -1,6 +1,6 @@
 //! Encodes text with the `tokenizers` library.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, anyhow, bail};
 
@@ -41,7 +41,7 @@ impl LibraryEncoder {
     /// Encodes text with one call of the library.
     /// With [`ControlTokens::Text`], the result can still contain control tokens, such as those not marked special.
     fn call_library(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
-        let mut tokenizer = self.tokenizer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut tokenizer = self.tokenizer.lock().unwrap_or_else(PoisonError::into_inner);
         tokenizer.set_encode_special_tokens(controls == ControlTokens::Text);
         let adds_special_tokens = controls == ControlTokens::Default;
         let encoding = guarded("encode the text", || tokenizer.encode_fast(text, adds_special_tokens))?;

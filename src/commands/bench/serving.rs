@@ -1,6 +1,6 @@
 //! Measures many requests at once: throughput, time to first token, and time between tokens.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -134,7 +134,7 @@ pub fn measure(engine: &EngineHandle, load: &Workload) -> Result<Serving> {
     let jobs = Mutex::new(prompts.into_iter().zip(lengths).zip(arrivals).collect::<Vec<_>>().into_iter());
     let started = Instant::now();
     let run_next = || -> Result<Option<RequestTimes>> {
-        let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
+        let next = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
         let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
         thread::sleep(arrival.saturating_sub(started.elapsed()));
         // With an arrival rate, measure time to first token from the arrival, to include the wait for a free thread.

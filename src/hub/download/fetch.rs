@@ -8,7 +8,7 @@ use std::collections::hash_map::Entry;
 use std::mem;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -61,7 +61,7 @@ pub(in crate::hub) fn fetch(
             scope.spawn(|| download.run_thread());
         }
     });
-    let state = download.state.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let state = download.state.into_inner().unwrap_or_else(PoisonError::into_inner);
     for job in state.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
         // Ignore errors, such as a full disk, because a record that was saved earlier is still valid.
         let _ = job.partial.save();

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -165,7 +165,7 @@ impl<'a> Job<'a> {
 
 impl<'a> Download<'a> {
     pub fn state(&self) -> MutexGuard<'_, DownloadState<'a>> {
-        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the next task, in the order of the jobs.
@@ -182,7 +182,7 @@ impl<'a> Download<'a> {
                 Search::Found(task) => return Some(task),
                 Search::Finished => return None,
                 Search::Busy => {
-                    state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             }
         }
@@ -238,10 +238,7 @@ impl<'a> Download<'a> {
             if state.failure.is_some() || left.is_zero() {
                 return state.failure.is_none();
             }
-            state = match self.changed.wait_timeout(state, left) {
-                Ok((state, _)) => state,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
+            (state, _) = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }

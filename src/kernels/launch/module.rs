@@ -1,7 +1,7 @@
 //! Compiled CUDA modules, embedded in the binary. Each module is loaded at its first use on a candle device.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
@@ -38,7 +38,7 @@ fn loaded_modules() -> &'static Mutex<LoadedModules> {
 impl Module {
     /// Returns a kernel of this module. The first call for a device loads the module.
     pub(super) fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
-        let mut modules = loaded_modules().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut modules = loaded_modules().lock().unwrap_or_else(PoisonError::into_inner);
         let module = match modules.get(&(device.id(), self.name)) {
             Some(module) => module.clone(),
             None => {

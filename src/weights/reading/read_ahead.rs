@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -174,11 +174,11 @@ impl<T: UploadTarget> Drop for ReadAheadReader<T> {
 
 impl<T: UploadTarget> ReadAheadState<T> {
     fn lock(&self) -> MutexGuard<'_, Queue<T::Memory>> {
-        self.queue.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wait<'q>(&self, queue: MutexGuard<'q, Queue<T::Memory>>) -> MutexGuard<'q, Queue<T::Memory>> {
-        self.changed.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner)
     }
 
     fn take(&self, index: usize) -> Result<T::Memory> {
