@@ -280,8 +280,19 @@ impl Scheduler {
     /// Panics if an id is already in use, or if the prompt is empty or longer than the context.
     /// Also panics if a prompt part is larger than the token budget.
     pub fn submit(&mut self, new: NewSequence) {
-        let NewSequence { id, prompt, cache_salt, prompt_parts, forks, max_tokens, .. } = new;
-        let NewSequence { computes_whole_prompt, tenant, priority, arrival, deadline, .. } = new;
+        let NewSequence {
+            id,
+            prompt,
+            cache_salt,
+            prompt_parts,
+            computes_whole_prompt,
+            forks,
+            max_tokens,
+            tenant,
+            priority,
+            arrival,
+            deadline,
+        } = new;
         assert!(
             (1..=self.config.context).contains(&prompt.len()),
             "cannot submit a prompt of {} tokens: it is empty or longer than the context",
