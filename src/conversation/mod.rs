@@ -1,6 +1,6 @@
 //! Conversations, independent of how they are displayed: messages, settings, turns and a journal on disk.
 //!
-//! - `session`, `turn`: a conversation with its messages and settings, and the result of one turn
+//! - `session/`, `turn`: a conversation with its messages and settings, and the result of one turn
 //! - `backend`, `local_model`, `model_source`: the model that answers
 //! - `overflow`, `attachment`, `settings`: a full context, attached files, and what `/set` changes
 //! - `journal`, `state_folder`: conversations on disk
