@@ -160,7 +160,7 @@ fn tests_of_cuda_builds() -> Vec<Test> {
 #[test]
 fn builds_without_cuda_list_the_tests_of_every_cuda_module() {
     let tests = tests_of_cuda_builds();
-    for module in ["runner::decode_graph", "ranks::on_gpus"] {
+    for module in ["runner::decode_graph", "ranks::on_gpus", "kernels::experts", "kernels::attention_tiles"] {
         let start = format!("{module}::");
         assert!(tests.iter().any(|test| test.name().starts_with(&start)), "no test of the module {module} is listed");
     }

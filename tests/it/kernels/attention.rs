@@ -1,4 +1,5 @@
 //! Tests of attention, and of the kernel that splits q, k and v, applies RoPE and writes the KV cache.
+//! `attention_tiles.rs` tests the tiles that need many heads.
 
 use candle_core::{DType, Device, Tensor};
 use inferno::kernels::SumOrder;
@@ -8,70 +9,77 @@ use inferno::kernels::attention::{
 };
 
 use super::{assert_close, rounding, to_device};
-#[cfg(feature = "cuda")]
-use crate::support::gpu;
-use crate::support::{Random, gpu_with_dtypes, values};
+use crate::harness::TestCase;
+use crate::support::{DTYPES, Random, gpu, on_gpu, values};
 
-#[test(gpu)]
-fn split_qkv_matches_its_reference() {
-    struct Case {
-        tokens: usize,
-        heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-        /// The number of dimensions of each head that RoPE rotates.
-        rotated: usize,
-        has_bias: bool,
-        has_norms: bool,
-    }
-    for (device, dtype) in gpu_with_dtypes() {
-        let cases = [
-            Case { tokens: 1, heads: 1, kv_heads: 1, head_dim: 2, rotated: 2, has_bias: false, has_norms: false },
-            Case { tokens: 3, heads: 5, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
-            Case { tokens: 17, heads: 3, kv_heads: 3, head_dim: 10, rotated: 6, has_bias: true, has_norms: true },
-            Case { tokens: 130, heads: 8, kv_heads: 2, head_dim: 128, rotated: 128, has_bias: false, has_norms: false },
-            Case { tokens: 70, heads: 9, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
-            Case { tokens: 65, heads: 3, kv_heads: 2, head_dim: 256, rotated: 256, has_bias: true, has_norms: false },
-            Case { tokens: 66, heads: 4, kv_heads: 2, head_dim: 128, rotated: 64, has_bias: true, has_norms: false },
-            Case { tokens: 5, heads: 4, kv_heads: 2, head_dim: 128, rotated: 96, has_bias: false, has_norms: true },
-            Case { tokens: 2, heads: 3, kv_heads: 1, head_dim: 256, rotated: 256, has_bias: false, has_norms: true },
-        ];
-        for Case { tokens, heads, kv_heads, head_dim, rotated, has_bias, has_norms } in cases {
-            let mut noise = Random(1);
-            let sizes = HeadSizes { heads, kv_heads, head_dim };
-            let width = sizes.qkv_rows();
-            let parts = tokens % 3 + 1;
-            let qkv = noise.tensor(&[parts, tokens, width], DType::F32);
-            let bias = has_bias.then(|| noise.tensor(&[width], DType::F32));
-            let (cos, sin) =
-                (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
-            let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
-            let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
-            let positions = Tensor::new(positions, &Device::Cpu).unwrap();
-            // Consecutive tokens have slots in different blocks. With five or more tokens, the slots are not ascending.
-            let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
-            let slots = Tensor::new(slots, &Device::Cpu).unwrap();
-            let run = |device: &Device, dtype| {
-                let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
-                let (cos, sin, positions) = (on_device(&cos), on_device(&sin), on_device(&positions));
-                let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
-                let [q, k] = norms.each_ref().map(on_device);
-                let norms = has_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
-                let cache = Tensor::zeros((4 * BLOCK_TOKENS, kv_heads, head_dim), dtype, device).unwrap();
-                let (k, v) = (&cache, &cache.zeros_like().unwrap());
-                let (qkv, bias, slots) = (on_device(&qkv), bias.as_ref().map(on_device), on_device(&slots));
-                let layer = CachedLayer { k, v };
-                let (bias, slots) = (bias.as_ref(), &slots);
-                let inputs = SplitQkvInputs { qkv: &qkv, bias, norms, rotation, sizes, layer, slots };
-                let q = split_qkv(inputs).unwrap();
-                (q, k.clone(), v.clone())
-            };
-            let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
-            assert_close("q", &got.0, &want.0, rounding(dtype));
-            assert_close("k", &got.1, &want.1, rounding(dtype));
-            assert_close("v", &got.2, &want.2, rounding(dtype));
-        }
-    }
+/// The sizes and options of a `split_qkv` test.
+#[derive(Clone, Copy)]
+struct SplitCase {
+    tokens: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    /// The number of dimensions of each head that RoPE rotates.
+    rotated: usize,
+    has_bias: bool,
+    has_norms: bool,
+}
+
+fn split_cases() -> Vec<TestCase<(SplitCase, DType)>> {
+    use SplitCase as Case;
+    let cases = [
+        Case { tokens: 1, heads: 1, kv_heads: 1, head_dim: 2, rotated: 2, has_bias: false, has_norms: false },
+        Case { tokens: 3, heads: 5, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
+        Case { tokens: 17, heads: 3, kv_heads: 3, head_dim: 10, rotated: 6, has_bias: true, has_norms: true },
+        Case { tokens: 130, heads: 8, kv_heads: 2, head_dim: 128, rotated: 128, has_bias: false, has_norms: false },
+        Case { tokens: 70, heads: 9, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
+        Case { tokens: 65, heads: 3, kv_heads: 2, head_dim: 256, rotated: 256, has_bias: true, has_norms: false },
+        Case { tokens: 66, heads: 4, kv_heads: 2, head_dim: 128, rotated: 64, has_bias: true, has_norms: false },
+        Case { tokens: 5, heads: 4, kv_heads: 2, head_dim: 128, rotated: 96, has_bias: false, has_norms: true },
+        Case { tokens: 2, heads: 3, kv_heads: 1, head_dim: 256, rotated: 256, has_bias: false, has_norms: true },
+    ];
+    let named = |case: Case| {
+        let Case { tokens, heads, kv_heads, head_dim, rotated, .. } = case;
+        (format!("{tokens}_tokens::{heads}_and_{kv_heads}_heads_of_{head_dim}::{rotated}_rotated"), case)
+    };
+    on_gpu(cases.map(named), &DTYPES)
+}
+
+#[test(each = split_cases)]
+fn split_qkv_matches_its_reference((case, dtype): (SplitCase, DType)) {
+    let SplitCase { tokens, heads, kv_heads, head_dim, rotated, has_bias, has_norms } = case;
+    let mut noise = Random(1);
+    let sizes = HeadSizes { heads, kv_heads, head_dim };
+    let width = sizes.qkv_rows();
+    let parts = tokens % 3 + 1;
+    let qkv = noise.tensor(&[parts, tokens, width], DType::F32);
+    let bias = has_bias.then(|| noise.tensor(&[width], DType::F32));
+    let (cos, sin) = (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
+    let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
+    let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
+    let positions = Tensor::new(positions, &Device::Cpu).unwrap();
+    // Consecutive tokens have slots in different blocks. With five or more tokens, the slots are not ascending.
+    let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
+    let slots = Tensor::new(slots, &Device::Cpu).unwrap();
+    let run = |device: &Device, dtype| {
+        let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
+        let (cos, sin, positions) = (on_device(&cos), on_device(&sin), on_device(&positions));
+        let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
+        let [q, k] = norms.each_ref().map(on_device);
+        let norms = has_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
+        let cache = Tensor::zeros((4 * BLOCK_TOKENS, kv_heads, head_dim), dtype, device).unwrap();
+        let (k, v) = (&cache, &cache.zeros_like().unwrap());
+        let (qkv, bias, slots) = (on_device(&qkv), bias.as_ref().map(on_device), on_device(&slots));
+        let layer = CachedLayer { k, v };
+        let (bias, slots) = (bias.as_ref(), &slots);
+        let inputs = SplitQkvInputs { qkv: &qkv, bias, norms, rotation, sizes, layer, slots };
+        let q = split_qkv(inputs).unwrap();
+        (q, k.clone(), v.clone())
+    };
+    let (want, got) = (run(&Device::Cpu, DType::F32), run(&gpu(), dtype));
+    assert_close("q", &got.0, &want.0, rounding(dtype));
+    assert_close("k", &got.1, &want.1, rounding(dtype));
+    assert_close("v", &got.2, &want.2, rounding(dtype));
 }
 
 /// Head sizes, and whether the backends `own` and `flash` support them in bf16 and f16 on a GPU.
@@ -119,18 +127,29 @@ fn attention_backends_support_the_head_sizes_in_the_table() {
 
 /// The sizes and options of one attention pass.
 #[derive(Clone, Copy)]
-struct AttentionCase {
+pub struct AttentionCase {
     /// The number of new tokens and the position of the first one, for each sequence.
-    spans: &'static [(usize, usize)],
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    window: Option<usize>,
-    has_sinks: bool,
+    pub spans: &'static [(usize, usize)],
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub window: Option<usize>,
+    pub has_sinks: bool,
+}
+
+impl AttentionCase {
+    /// Returns the case with its name.
+    pub fn named(self) -> (String, Self) {
+        let Self { spans, heads, kv_heads, head_dim, window, has_sinks } = self;
+        let spans: Vec<_> = spans.iter().map(|(tokens, position)| format!("{tokens}_at_{position}")).collect();
+        let window = window.map_or(String::new(), |window| format!("::window_{window}"));
+        let sinks = if has_sinks { "::sinks" } else { "" };
+        (format!("{}::{heads}_and_{kv_heads}_heads_of_{head_dim}{window}{sinks}", spans.join("+")), self)
+    }
 }
 
 /// Runs a case on `device` with every backend that supports it, and compares the outputs with the CPU reference.
-fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap: Option<f32>) {
+pub fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap: Option<f32>) {
     let &AttentionCase { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
     let mut noise = Random(4);
     let tokens: usize = spans.iter().map(|(tokens, _)| tokens).sum();
@@ -178,16 +197,18 @@ fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap:
             continue;
         }
         let got = run(&q, &k, &v, sinks.as_ref(), backend);
-        let what =
-            format!("{spans:?}, {heads} heads, {kv_heads} KV heads, head size {head_dim}, {dtype:?}, cap {softcap:?}");
-        assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
+        assert_close(
+            &format!("{backend} attention, cap {softcap:?}"),
+            &got,
+            &want,
+            2.0 * error_growth * rounding(dtype),
+        );
     }
 }
 
-#[test(gpu)]
-fn attention_matches_its_reference() {
+const CASES: [AttentionCase; 27] = {
     use AttentionCase as Case;
-    let cases: [Case; 27] = [
+    [
         Case { spans: &[(1, 0)], heads: 1, kv_heads: 1, head_dim: 2, window: None, has_sinks: false },
         Case { spans: &[(1, 250)], heads: 8, kv_heads: 2, head_dim: 64, window: None, has_sinks: true },
         Case { spans: &[(5, 35)], heads: 6, kv_heads: 3, head_dim: 10, window: None, has_sinks: false },
@@ -251,88 +272,25 @@ fn attention_matches_its_reference() {
             has_sinks: true,
         },
         Case { spans: &[(1, 100), (40, 100)], heads: 6, kv_heads: 3, head_dim: 10, window: Some(64), has_sinks: false },
-    ];
+    ]
+};
+
+#[test]
+fn attention_is_tested_with_every_head_size_in_the_table() {
     for (head_dim, ..) in SUPPORTED_HEAD_SIZES {
-        assert!(cases.iter().any(|case| case.head_dim == head_dim), "no case has the head size {head_dim}");
-    }
-    for (device, dtype) in gpu_with_dtypes() {
-        for case in &cases {
-            check_attention(case, &device, dtype, None);
-            check_attention(case, &device, dtype, Some(2.0));
-        }
+        assert!(CASES.iter().any(|case| case.head_dim == head_dim), "no case has the head size {head_dim}");
     }
 }
 
-/// Every case has one KV head per multiprocessor, so that its row tiles fill the GPU.
-/// With few heads, other tiles would be chosen, except for the prompt of 40 tokens in the last case.
-#[test(cuda)]
-fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
-    use AttentionCase as Case;
-    use inferno::kernels::attention::FlashAttention;
-    use inferno::kernels::launch::{max_shared_bytes, multiprocessors};
+fn attention_cases() -> Vec<TestCase<(AttentionCase, DType)>> {
+    on_gpu(CASES.map(AttentionCase::named), &DTYPES)
+}
 
-    let gpu = gpu();
-    let Device::Cuda(cuda) = &gpu else { panic!("not a GPU") };
-    let heads = multiprocessors(cuda).unwrap();
-    // The choice of the kernel depends on the shared memory of the GPU. The expected names are for an H100.
-    let is_like_h100 = max_shared_bytes(cuda).unwrap() >= 232_448;
-    // With 130 rows per KV head, there are two tiles of 128 rows per multiprocessor.
-    let many = Case { spans: &[(130, 3)], heads, kv_heads: heads, head_dim: 128, window: Some(90), has_sinks: true };
-    // Three sequences with one new token each have three tiles of 16 rows per multiprocessor.
-    let few = Case {
-        spans: &[(1, 250), (1, 0), (1, 999)],
-        heads,
-        kv_heads: heads,
-        head_dim: 64,
-        window: None,
-        has_sinks: true,
-    };
-    let small_window = Case { window: Some(128), ..few };
-    let cases: [(&[&str], Case); 14] = [
-        (&["128_rows"], many),
-        (&["128_rows"], Case { head_dim: 256, window: None, ..many }),
-        (&["16_rows_batch"], few),
-        (&["16_rows_batch_half"], Case { spans: &[(1, 700), (1, 1200), (1, 64), (1, 2)], ..few }),
-        // The first sequence has enough keys for two splits.
-        (&["16_rows_batch"], Case { spans: &[(1, 2500), (1, 30)], ..few }),
-        (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..few }),
-        // With a small window, the kernel depends on the number of thread blocks per multiprocessor.
-        (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 90)], ..small_window }),
-        (&["16_rows_batch_half"], Case { heads: 2 * heads, ..small_window }),
-        (&["16_rows_batch_half"], Case { spans: &[(1, 250), (1, 90)], head_dim: 256, ..small_window }),
-        (&["16_rows_batch_quarter"], Case { spans: &[(1, 250), (1, 0), (1, 127), (1, 128), (1, 300)], ..small_window }),
-        (&["16_rows_batch_quarter"], Case { head_dim: 256, ..small_window }),
-        (&["16_rows_batch_quarter"], Case { spans: &[(1, 130); 5], head_dim: 128, ..small_window }),
-        (&["16_rows_batch_half"], Case { spans: &[(1, 90); 4], head_dim: 80, ..small_window }),
-        (
-            &["16_rows_batch", "64_rows"],
-            Case { spans: &[(1, 300), (2, 999), (40, 0)], head_dim: 128, window: Some(100), ..few },
-        ),
-    ];
-    for (device, dtype) in gpu_with_dtypes() {
-        for (tiles, case) in &cases {
-            let &Case { spans, heads, kv_heads, head_dim, window, .. } = case;
-            if dtype != DType::F32 {
-                let zeros = |rows: usize, heads: usize| Tensor::zeros((rows, heads, head_dim), dtype, &device).unwrap();
-                let q = zeros(spans.iter().map(|(tokens, _)| tokens).sum(), heads);
-                let k = zeros(BLOCK_TOKENS, kv_heads);
-                let layer = CachedLayer { k: &k, v: &k };
-                let queries = Queries::new(spans, &device).unwrap();
-                let mask = AttentionMask { window, scale: 1.0, softcap: None };
-                let chosen = FlashAttention::for_pass(cuda, &q, layer, &queries, mask, SumOrder::Fastest).unwrap();
-                let chosen: Vec<&str> = chosen.iter().map(FlashAttention::tile_name).collect();
-                let about = format!("{spans:?}, {heads} heads, head size {head_dim}, {dtype:?}");
-                if is_like_h100 {
-                    assert_eq!(chosen, *tiles, "{about}");
-                } else {
-                    let rows = |names: &[&str]| names.iter().map(|name| name.starts_with("16_")).collect::<Vec<_>>();
-                    assert_eq!(rows(&chosen), rows(tiles), "{about}");
-                }
-            }
-            check_attention(case, &device, dtype, None);
-            check_attention(case, &device, dtype, Some(2.0));
-        }
-    }
+#[test(each = attention_cases)]
+fn attention_matches_its_reference((case, dtype): (AttentionCase, DType)) {
+    let device = gpu();
+    check_attention(&case, &device, dtype, None);
+    check_attention(&case, &device, dtype, Some(2.0));
 }
 
 /// Returns a block table for each sequence. No two sequences share a block, and block 0 stays unused.
@@ -390,47 +348,57 @@ fn block_tables_are_checked() {
     assert!(PassBlocks::new(&queries, &[], 3, &Device::Cpu).is_err());
 }
 
+/// The heads and the sliding window of an attention test.
+#[derive(Clone, Copy)]
+struct HeadCase {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    window: Option<usize>,
+}
+
+fn head_cases() -> Vec<TestCase<(HeadCase, DType)>> {
+    let cases = [
+        ("heads_of_64", HeadCase { heads: 64, kv_heads: 8, head_dim: 64, window: None }),
+        ("heads_of_64_with_window", HeadCase { heads: 64, kv_heads: 8, head_dim: 64, window: Some(128) }),
+        ("heads_of_128", HeadCase { heads: 32, kv_heads: 8, head_dim: 128, window: None }),
+    ];
+    on_gpu(cases.map(|(name, case)| (name.to_string(), case)), &DTYPES)
+}
+
 /// With `SumOrder::Fixed`, the attention output of a decoding sequence has the same bits in a batch of any size.
-#[test(gpu)]
-fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
-    for (device, dtype) in gpu_with_dtypes() {
-        for (heads, kv_heads, head_dim, window) in [(64, 8, 64, None), (64, 8, 64, Some(128)), (32, 8, 128, None)] {
-            let spans: Vec<(usize, usize)> = (0..64).map(|index| (1, index * index * 701 % 3000)).collect();
-            let mut noise = Random(3);
-            let tables = random_tables(&mut noise, &spans);
-            let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
-            let mut tensor = |shape: &[usize]| to_device(&noise.tensor(shape, dtype), &device, dtype);
-            let q = tensor(&[64, heads, head_dim]);
-            let (k, v) = (
-                tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]),
-                tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]),
-            );
-            let mask = AttentionMask { window, scale: 0.1, softcap: None };
-            let run = |first: usize, count: usize| {
-                let queries = Queries::new(&spans[first..first + count], &device).unwrap();
-                let tables: Vec<&[u32]> = tables[first..first + count].iter().map(Vec::as_slice).collect();
-                let blocks = PassBlocks::new(&queries, &tables, blocks, &device).unwrap();
-                let q = q.narrow(0, first, count).unwrap().force_contiguous().unwrap();
-                let inputs = AttentionInputs {
-                    q: &q,
-                    layer: CachedLayer { k: &k, v: &v },
-                    queries: &queries,
-                    blocks: &blocks,
-                    sinks: None,
-                    mask,
-                    sum_order: SumOrder::Fixed,
-                };
-                attention(inputs, AttentionBackend::Auto).unwrap()
-            };
-            let all = run(0, 64);
-            for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40)]) {
-                let want = values(&all.narrow(0, first, count).unwrap());
-                assert!(
-                    values(&run(first, count)) == want,
-                    "{dtype:?}, {heads} heads: {count} sequences from index {first} differ from the batch of 64"
-                );
-            }
-        }
+#[test(each = head_cases)]
+fn attention_in_fixed_order_does_not_depend_on_other_sequences((case, dtype): (HeadCase, DType)) {
+    let HeadCase { heads, kv_heads, head_dim, window } = case;
+    let spans: Vec<(usize, usize)> = (0..64).map(|index| (1, index * index * 701 % 3000)).collect();
+    let (device, mut noise) = (gpu(), Random(3));
+    let tables = random_tables(&mut noise, &spans);
+    let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+    let mut tensor = |shape: &[usize]| to_device(&noise.tensor(shape, dtype), &device, dtype);
+    let q = tensor(&[64, heads, head_dim]);
+    let (k, v) =
+        (tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]), tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]));
+    let mask = AttentionMask { window, scale: 0.1, softcap: None };
+    let run = |first: usize, count: usize| {
+        let queries = Queries::new(&spans[first..first + count], &device).unwrap();
+        let tables: Vec<&[u32]> = tables[first..first + count].iter().map(Vec::as_slice).collect();
+        let blocks = PassBlocks::new(&queries, &tables, blocks, &device).unwrap();
+        let q = q.narrow(0, first, count).unwrap().force_contiguous().unwrap();
+        let inputs = AttentionInputs {
+            q: &q,
+            layer: CachedLayer { k: &k, v: &v },
+            queries: &queries,
+            blocks: &blocks,
+            sinks: None,
+            mask,
+            sum_order: SumOrder::Fixed,
+        };
+        attention(inputs, AttentionBackend::Auto).unwrap()
+    };
+    let all = run(0, 64);
+    for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40)]) {
+        let want = values(&all.narrow(0, first, count).unwrap());
+        assert!(values(&run(first, count)) == want, "{count} sequences from index {first} differ from the batch of 64");
     }
 }
 

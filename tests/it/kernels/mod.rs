@@ -6,6 +6,10 @@
 //! `runner/decode_graph.rs` tests the fused kernels of the decode graph, including the sampling kernels.
 
 mod attention;
+#[cfg(feature = "cuda")]
+mod attention_tiles;
+#[cfg(feature = "cuda")]
+mod experts;
 mod matmul;
 mod moe;
 mod sampling;
@@ -17,8 +21,10 @@ use inferno::kernels::bandwidth;
 use inferno::kernels::norm::{Addend, add_norm};
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 
-use crate::support::{Random, TestDevice, devices, devices_in_f32, gpu_with_dtypes, relative_error, values};
+use crate::harness::TestCase;
+use crate::support::{DTYPES, Random, TestDevice, devices, devices_in_f32, gpu, on_gpu, relative_error, values};
 
+/// Returns the largest allowed difference between a kernel and its reference, relative to the largest element.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
         // Kernels and references add the terms of a sum in different orders, and a sum can have thousands of terms.
@@ -28,52 +34,60 @@ fn rounding(dtype: DType) -> f32 {
     }
 }
 
+/// Copies a tensor to a device and converts it to `dtype`.
 fn to_device(tensor: &Tensor, device: &Device, dtype: DType) -> Tensor {
     tensor.to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
+/// Asserts that two tensors are equal up to `tolerance`, relative to the largest element of `want`.
 fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
     assert_eq!(got.dims(), want.dims(), "{what}");
     let error = relative_error(&values(got), &values(want));
     assert!(error <= tolerance, "{what}: relative error {error:e}, limit {tolerance:e}");
 }
 
-#[test(gpu)]
-fn add_norm_matches_its_reference() {
-    struct Case {
-        tokens: usize,
-        columns: usize,
-        /// The number of parts of `y`, which the kernel adds to `x` before the norm. 0 means no `y`.
-        parts: usize,
-        has_bias: bool,
-    }
-    for (device, dtype) in gpu_with_dtypes() {
-        let cases = [
-            Case { tokens: 1, columns: 2, parts: 1, has_bias: false },
-            Case { tokens: 3, columns: 64, parts: 0, has_bias: false },
-            Case { tokens: 6, columns: 2880, parts: 3, has_bias: false },
-            Case { tokens: 2, columns: 5000, parts: 2, has_bias: true },
-            Case { tokens: 3, columns: 33, parts: 0, has_bias: true },
-            Case { tokens: 2, columns: 4101, parts: 8, has_bias: true },
-        ];
-        for Case { tokens, columns, parts, has_bias } in cases {
-            let mut noise = Random(7);
-            let x = noise.tensor(&[tokens, columns], DType::F32);
-            let y = noise.tensor(&[parts.max(1), tokens, columns], DType::F32);
-            let weight = noise.tensor(&[columns], DType::F32);
-            let y_bias = noise.tensor(&[columns], DType::F32);
-            let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
-            let run = |device: &Device, dtype| {
-                let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
-                let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
-                let y = (parts > 0).then_some(Addend { parts: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
-                add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
-            };
-            let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
-            assert_close("sum", &got.0, &want.0, 1e-6);
-            assert_close("norm", &got.1, &want.1, rounding(dtype));
-        }
-    }
+/// The sizes and options of an `add_norm` test.
+#[derive(Clone, Copy)]
+struct NormCase {
+    tokens: usize,
+    columns: usize,
+    /// The number of parts of `y`, which the kernel adds to `x` before the norm. 0 means no `y`.
+    parts: usize,
+    has_bias: bool,
+}
+
+fn norm_cases() -> Vec<TestCase<(NormCase, DType)>> {
+    use NormCase as Case;
+    let cases = [
+        Case { tokens: 1, columns: 2, parts: 1, has_bias: false },
+        Case { tokens: 3, columns: 64, parts: 0, has_bias: false },
+        Case { tokens: 6, columns: 2880, parts: 3, has_bias: false },
+        Case { tokens: 2, columns: 5000, parts: 2, has_bias: true },
+        Case { tokens: 3, columns: 33, parts: 0, has_bias: true },
+        Case { tokens: 2, columns: 4101, parts: 8, has_bias: true },
+    ];
+    let named = |case: Case| (format!("{}x{}::{}_parts", case.tokens, case.columns, case.parts), case);
+    on_gpu(cases.map(named), &DTYPES)
+}
+
+#[test(each = norm_cases)]
+fn add_norm_matches_its_reference((case, dtype): (NormCase, DType)) {
+    let NormCase { tokens, columns, parts, has_bias } = case;
+    let mut noise = Random(7);
+    let x = noise.tensor(&[tokens, columns], DType::F32);
+    let y = noise.tensor(&[parts.max(1), tokens, columns], DType::F32);
+    let weight = noise.tensor(&[columns], DType::F32);
+    let y_bias = noise.tensor(&[columns], DType::F32);
+    let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
+    let run = |device: &Device, dtype| {
+        let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
+        let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
+        let y = (parts > 0).then_some(Addend { parts: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
+        add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
+    };
+    let (want, got) = (run(&Device::Cpu, DType::F32), run(&gpu(), dtype));
+    assert_close("sum", &got.0, &want.0, 1e-6);
+    assert_close("norm", &got.1, &want.1, rounding(dtype));
 }
 
 #[test(each = devices)]
@@ -110,15 +124,18 @@ fn soft_cap_matches_candle(device: TestDevice) {
     assert_close("soft_cap", &soft_cap(&x.to_device(&device).unwrap(), 5.0).unwrap(), &want, 1e-6);
 }
 
-#[test(gpu)]
-fn clamped_swiglu_matches_its_reference() {
-    for (device, dtype) in gpu_with_dtypes() {
-        for shape in [[1, 1, 2], [3, 4, 64], [1, 5, 1026]] {
-            let x = Random(2).tensor(&shape, dtype);
-            let got = clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap();
-            assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
-        }
-    }
+fn swiglu_shapes() -> Vec<TestCase<([usize; 3], DType)>> {
+    on_gpu(
+        [[1, 1, 2], [3, 4, 64], [1, 5, 1026]].map(|shape| (shape.map(|size| size.to_string()).join("x"), shape)),
+        &DTYPES,
+    )
+}
+
+#[test(each = swiglu_shapes)]
+fn clamped_swiglu_matches_its_reference((shape, dtype): ([usize; 3], DType)) {
+    let x = Random(2).tensor(&shape, dtype);
+    let got = clamped_swiglu(&to_device(&x, &gpu(), dtype), 7.0).unwrap();
+    assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
 }
 
 #[test]

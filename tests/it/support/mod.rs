@@ -43,9 +43,10 @@ pub struct GoldenModel {
     pub kind: GoldenKind,
     /// Whether tests convert the checkpoint to a GGUF file.
     pub has_gguf: bool,
-    /// Whether the tests of the decode graph use the model.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
-    pub has_graph: bool,
+    /// The largest number of ranks, 1 or 2, with which the decode graph must support the model.
+    /// 0 if the decode graph need not support it.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only tests that need a GPU read it"))]
+    pub graph_ranks: usize,
     /// Whether the model has a router, which chooses the experts of each token.
     /// Rounding can change the choice in a near tie.
     pub has_router: bool,
@@ -76,7 +77,7 @@ const FAMILY: GoldenModel = GoldenModel {
     name: "",
     kind: GoldenKind::Family,
     has_gguf: true,
-    has_graph: false,
+    graph_ranks: 0,
     has_router: false,
     can_graph_choose_other_experts: false,
 };
@@ -90,11 +91,11 @@ pub const GOLDEN_MODELS: &[GoldenModel] = &[
     GoldenModel { name: "llama2", ..FAMILY },
     GoldenModel { name: "llama3", ..FAMILY },
     GoldenModel { name: "llama_new", ..VARIANT },
-    GoldenModel { name: "gpt_oss_graph", has_gguf: true, has_graph: true, has_router: true, ..VARIANT },
-    GoldenModel { name: "llama_graph", has_gguf: true, has_graph: true, ..VARIANT },
-    GoldenModel { name: "mistral", has_graph: true, ..FAMILY },
-    GoldenModel { name: "qwen2", has_graph: true, ..FAMILY },
-    GoldenModel { name: "qwen3", has_graph: true, ..FAMILY },
+    GoldenModel { name: "gpt_oss_graph", has_gguf: true, graph_ranks: 2, has_router: true, ..VARIANT },
+    GoldenModel { name: "llama_graph", has_gguf: true, graph_ranks: 2, ..VARIANT },
+    GoldenModel { name: "mistral", graph_ranks: 1, ..FAMILY },
+    GoldenModel { name: "qwen2", graph_ranks: 1, ..FAMILY },
+    GoldenModel { name: "qwen3", graph_ranks: 1, ..FAMILY },
     GoldenModel { name: "qwen3_moe", has_router: true, ..FAMILY },
     GoldenModel { name: "mixtral", has_router: true, ..FAMILY },
     GoldenModel { name: "phi3", ..FAMILY },
@@ -104,20 +105,20 @@ pub const GOLDEN_MODELS: &[GoldenModel] = &[
     GoldenModel { name: "gpt2", ..FAMILY },
     GoldenModel {
         name: "mixtral_graph",
-        has_graph: true,
+        graph_ranks: 2,
         has_router: true,
         can_graph_choose_other_experts: true,
         ..VARIANT
     },
     GoldenModel {
         name: "qwen3_moe_graph",
-        has_graph: true,
+        graph_ranks: 2,
         has_router: true,
         can_graph_choose_other_experts: true,
         ..VARIANT
     },
-    GoldenModel { name: "gemma2_graph", has_graph: true, ..VARIANT },
-    GoldenModel { name: "gemma3_graph", has_graph: true, ..VARIANT },
+    GoldenModel { name: "gemma2_graph", graph_ranks: 2, ..VARIANT },
+    GoldenModel { name: "gemma3_graph", graph_ranks: 1, ..VARIANT },
     GoldenModel { name: "compressed/int8", ..COMPRESSED },
     GoldenModel { name: "compressed/int8_weights", ..COMPRESSED },
     GoldenModel { name: "compressed/int8_packed", ..COMPRESSED },
@@ -151,10 +152,26 @@ pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns the first GPU three times, with f32, bf16 and f16, for tests marked `#[test(gpu)]`.
-pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
-    let gpu = gpu();
-    [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
+/// All dtypes in which inferno computes.
+pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+#[cfg(feature = "cuda")]
+pub const DTYPES_OF_16_BITS: [DType; 2] = [DType::BF16, DType::F16];
+
+/// Returns a test case that needs a GPU.
+pub fn gpu_case<T>(name: String, value: T) -> TestCase<T> {
+    TestCase { name, need: Some(Need::Gpu), value }
+}
+
+/// Returns the cases of a test that runs every named value on the first GPU in each of `dtypes`.
+pub fn on_gpu<T: Clone>(values: impl IntoIterator<Item = (String, T)>, dtypes: &[DType]) -> Vec<TestCase<(T, DType)>> {
+    let mut cases = Vec::new();
+    for (name, value) in values {
+        for &dtype in dtypes {
+            cases.push(gpu_case(format!("{name}::{}", dtype.as_str()), (value.clone(), dtype)));
+        }
+    }
+    cases
 }
 
 /// Returns the largest allowed difference between logits in `dtype` and the f32 logits of transformers, relative to the

@@ -20,10 +20,10 @@ pub struct Llama {
     pub tied: bool,
 }
 
-/// Llama models by name. In the names, D is the head size and V is the vocabulary size.
+/// Llama models by name.
 pub const LLAMAS: &[(&str, Llama)] = &[
     (
-        "D 64",
+        "head_size_64",
         Llama {
             hidden_size: 200,
             heads: 6,
@@ -36,7 +36,7 @@ pub const LLAMAS: &[(&str, Llama)] = &[
         },
     ),
     (
-        "D 80",
+        "head_size_80",
         Llama {
             hidden_size: 160,
             heads: 3,
@@ -49,7 +49,7 @@ pub const LLAMAS: &[(&str, Llama)] = &[
         },
     ),
     (
-        "D 96",
+        "head_size_96",
         Llama {
             hidden_size: 288,
             heads: 4,
@@ -62,7 +62,7 @@ pub const LLAMAS: &[(&str, Llama)] = &[
         },
     ),
     (
-        "D 128",
+        "head_size_128",
         Llama {
             hidden_size: 1032,
             heads: 8,
@@ -77,7 +77,7 @@ pub const LLAMAS: &[(&str, Llama)] = &[
     // With this vocabulary, some threads of the sampling kernel process two logits: on the 132 multiprocessors of an
     // H200, the kernel runs 132 blocks of 1,024 threads.
     (
-        "V 140001",
+        "vocabulary_140001",
         Llama {
             hidden_size: 64,
             heads: 6,
