@@ -8,7 +8,7 @@ use inferno::kernels::attention::{
     AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
 };
 
-use super::{assert_close, rounding, to_device};
+use super::{assert_close, assert_elements_close, rounding, to_device};
 use crate::harness::TestCase;
 use crate::support::{DTYPES, Random, gpu, on_gpu, values};
 
@@ -77,9 +77,9 @@ fn split_qkv_matches_its_reference((case, dtype): (SplitCase, DType)) {
         (q, k.clone(), v.clone())
     };
     let (want, got) = (run(&Device::Cpu, DType::F32), run(&gpu(), dtype));
-    assert_close("q", &got.0, &want.0, rounding(dtype));
-    assert_close("k", &got.1, &want.1, rounding(dtype));
-    assert_close("v", &got.2, &want.2, rounding(dtype));
+    assert_elements_close("q", &got.0, &want.0, dtype);
+    assert_elements_close("k", &got.1, &want.1, dtype);
+    assert_elements_close("v", &got.2, &want.2, dtype);
 }
 
 /// Head sizes, and whether the backends `own` and `flash` support them in bf16 and f16 on a GPU.

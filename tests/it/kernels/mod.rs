@@ -46,6 +46,44 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
     assert!(error <= tolerance, "{what}: relative error {error:e}, limit {tolerance:e}");
 }
 
+/// Like [`assert_close`] with the tolerance [`rounding`], but also compares each element relative to its own size:
+/// the inputs have outliers, so the largest element can be a thousand times as large as most others.
+///
+/// For kernels that compute each element in f32 from few numbers, and round it to `dtype` only once.
+fn assert_elements_close(what: &str, got: &Tensor, want: &Tensor, dtype: DType) {
+    assert_close(what, got, want, rounding(dtype));
+    let (got, want) = (values(got), values(want));
+    if let Some(index) = wrong_element(&got, &want, rounding(dtype)) {
+        panic!("{what}: element {index} is {}, expected {}", got[index], want[index]);
+    }
+}
+
+/// Returns the first element whose error is more than `tolerance` times its expected value, plus the error of f32.
+///
+/// - A rounding to bf16 or f16 changes a number by at most 2^-8 or 2^-11 of its size. [`rounding`] is twice that.
+/// - The factor of a norm has a relative error of about sqrt(5000) · 2^-25 = 2e-6, because up to 5000 squares are added
+///   up in f32. In f32, [`rounding`] is five times that.
+/// - If terms cancel out, their errors remain. About ten f32 roundings change a term by at most 10 · 2^-24 = 6e-7 of its
+///   size. A term is at most a few times as large as the largest element, so `F32_ERROR` times this element is enough.
+///   This also covers f16 numbers below 2^-14, which are rounded to multiples of 2^-24.
+fn wrong_element(got: &[f32], want: &[f32], tolerance: f32) -> Option<usize> {
+    const F32_ERROR: f32 = 4e-6;
+    let largest = want.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+    // A NaN is less than no bound, so it counts as wrong.
+    let is_close = |(got, want): (&f32, &f32)| (got - want).abs() <= tolerance * want.abs() + F32_ERROR * largest;
+    got.iter().zip(want).position(|pair| !is_close(pair))
+}
+
+#[test]
+fn a_wrong_element_is_found_next_to_an_outlier() {
+    let (want, tolerance) = ([1000.0, 1.0], rounding(DType::BF16));
+    assert_eq!(wrong_element(&[1000.0, 1.007], &want, tolerance), None);
+    let wrong = [1000.0, 1.02];
+    assert!(relative_error(&wrong, &want) < tolerance);
+    assert_eq!(wrong_element(&wrong, &want, tolerance), Some(1));
+    assert_eq!(wrong_element(&[f32::NAN, 1.0], &want, tolerance), Some(0));
+}
+
 /// The sizes and options of an `add_norm` test.
 #[derive(Clone, Copy)]
 struct NormCase {
@@ -87,7 +125,7 @@ fn add_norm_matches_its_reference((case, dtype): (NormCase, DType)) {
     };
     let (want, got) = (run(&Device::Cpu, DType::F32), run(&gpu(), dtype));
     assert_close("sum", &got.0, &want.0, 1e-6);
-    assert_close("norm", &got.1, &want.1, rounding(dtype));
+    assert_elements_close("norm", &got.1, &want.1, dtype);
 }
 
 #[test(each = devices)]
@@ -102,16 +140,16 @@ fn gated_activations_match_candle(device: TestDevice) {
         };
         let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
         let got = gated(&on_device(&gate), Some(&on_device(&up)), activation, dtype).unwrap();
-        assert_close("gated", &got, &(activate(&gate) * &up).unwrap(), rounding(dtype));
+        assert_elements_close("gated", &got, &(activate(&gate) * &up).unwrap(), dtype);
         let alone = gated(&on_device(&gate), None, activation, dtype).unwrap();
-        assert_close("gated without up", &alone, &activate(&gate), rounding(dtype));
+        assert_elements_close("gated without up", &alone, &activate(&gate), dtype);
 
         let both = noise.tensor(&[2, 3, 2 * 129], dtype);
         let half = |first| both.narrow(2, first, 129).unwrap();
         for input in [dtype, DType::F32] {
             let got = gated_halves(&to_device(&both, &device, input), activation, dtype).unwrap();
             assert_eq!(got.dtype(), dtype);
-            assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
+            assert_elements_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), dtype);
         }
     }
 }
@@ -135,7 +173,7 @@ fn swiglu_shapes() -> Vec<TestCase<([usize; 3], DType)>> {
 fn clamped_swiglu_matches_its_reference((shape, dtype): ([usize; 3], DType)) {
     let x = Random(2).tensor(&shape, dtype);
     let got = clamped_swiglu(&to_device(&x, &gpu(), dtype), 7.0).unwrap();
-    assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
+    assert_elements_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), dtype);
 }
 
 #[test]
