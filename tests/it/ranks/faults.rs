@@ -1,7 +1,6 @@
 //! Tests that an error, a panic or a hang of one rank ends the engine with an error that names the rank.
 
 use std::process::Output;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,11 +10,10 @@ use inferno::error::exit_code;
 use inferno::{Error, GenerateOptions};
 use tempfile::TempDir;
 
+use crate::harness::TestCase;
 use crate::runner::queued_steps;
 use crate::support::engine::greedy;
 use crate::support::program::{inferno, text};
-
-const FAULTS: [RankFault; 3] = [RankFault::Error, RankFault::Panic, RankFault::Hang];
 
 /// The number of ranks in the rank fault tests.
 /// With tensor parallelism, the third rank has no KV heads of the demo model, so the tests cover a rank without heads.
@@ -106,34 +104,30 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
     assert!(dropped.elapsed() < LONG, "{name}: {:?}", dropped.elapsed());
 }
 
-/// Runs several test cases at the same time, because a case in which a rank hangs mostly waits.
-///
-/// Each engine has three rank threads. With too many engines, a rank might get no core for `ANSWER_TIMEOUT` (5 s).
-#[test]
-fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
-    const ENGINES_AT_ONCE: usize = 8;
-    let mut cases = Vec::new();
-    for fault in FAULTS {
-        for (work, split) in [
-            (Work::Idle, Split::Tensor),
-            (Work::Prefill, Split::Tensor),
-            (Work::Decode, Split::Tensor),
-            (Work::Decode, Split::Layers),
-            (Work::QueuedDecode, Split::Tensor),
-        ] {
-            // The first rank runs on the engine thread. In an idle engine, this thread only waits for commands, so the
-            // first rank cannot fail.
-            cases.extend((usize::from(work == Work::Idle)..RANKS).map(|rank| (rank, fault, work, split)));
-        }
-    }
-    let next = AtomicUsize::new(0);
+fn faults() -> Vec<TestCase<(RankFault, Work, Split)>> {
+    let works = [
+        ("idle", Work::Idle, Split::Tensor),
+        ("prefill", Work::Prefill, Split::Tensor),
+        ("decode", Work::Decode, Split::Tensor),
+        ("decode_with_whole_layers", Work::Decode, Split::Layers),
+        ("queued_decode", Work::QueuedDecode, Split::Tensor),
+    ];
+    let faults = [("error", RankFault::Error), ("panic", RankFault::Panic), ("hang", RankFault::Hang)];
+    let cases = faults.into_iter().flat_map(|(fault_name, fault)| {
+        works.map(|(name, work, split)| (format!("{fault_name}::{name}"), (fault, work, split)))
+    });
+    cases.map(|(name, value)| TestCase { name, need: None, value }).collect()
+}
+
+/// Tests the faults of all ranks at the same time, because an engine in which a rank hangs mostly waits.
+#[test(each = faults)]
+fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank((fault, work, split): (RankFault, Work, Split)) {
+    // The first rank runs on the engine thread. In an idle engine, this thread only waits for commands, so the first
+    // rank cannot fail.
+    let first = usize::from(work == Work::Idle);
     thread::scope(|scope| {
-        for _ in 0..ENGINES_AT_ONCE {
-            scope.spawn(|| {
-                while let Some(&(rank, fault, work, split)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    check(rank, fault, work, split);
-                }
-            });
+        for rank in first..RANKS {
+            scope.spawn(move || check(rank, fault, work, split));
         }
     });
 }

@@ -12,7 +12,7 @@ mod on_gpus;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, safetensors};
 use inferno::device::{self, Devices, Split};
@@ -28,6 +28,7 @@ use inferno::world::{World, share};
 use inferno::{GenerateOptions, SamplingParams};
 
 use crate::engine::prompt_logprobs;
+use crate::harness::TestCase;
 use crate::runner::queued_steps;
 use crate::support::engine::Answer;
 use crate::support::gguf::converter::convert;
@@ -121,43 +122,87 @@ pub fn expected(file: &Path) -> (Vec<u32>, Vec<f32>) {
     (ids.into_iter().map(|id| id as u32).collect(), values(&golden["logits"]))
 }
 
-#[test]
-fn logits_of_every_family_agree_with_transformers() {
-    for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
-        let dir = golden(case);
-        let (ids, expected) = expected(&dir.join("golden.safetensors"));
+/// A model, and the logits that its ranks must compute.
+struct ExpectedLogits {
+    name: &'static str,
+    /// The folder of the checkpoint, or the GGUF file.
+    path: PathBuf,
+    /// The file with the token ids and the logits of transformers.
+    results: PathBuf,
+    tolerance: f32,
+}
+
+impl ExpectedLogits {
+    fn of_golden(name: &'static str, tolerance: f32) -> Self {
+        Self { name, path: golden(name), results: golden(name).join("golden.safetensors"), tolerance }
+    }
+
+    fn of_gguf(name: &'static str) -> Self {
+        let folder = golden("gguf_quantized");
+        let results = folder.join(format!("{name}.safetensors"));
+        Self { name, path: folder.join(format!("{name}.gguf")), results, tolerance: 1e-4 }
+    }
+
+    /// Compares the ranks of worlds of all [`SIZES`] with the expected logits.
+    fn check_all_sizes(&self) {
+        let (ids, expected) = expected(&self.results);
         for size in SIZES {
-            assert_ranks_agree(case, &logits(&dir, size, None, &ids), &expected, 1e-4);
+            assert_ranks_agree(self.name, &logits(&self.path, size, None, &ids), &expected, self.tolerance);
         }
     }
+}
+
+/// Returns a test case that runs everywhere for each value.
+fn cases<T>(values: impl IntoIterator<Item = T>, name: impl Fn(&T) -> String) -> Vec<TestCase<T>> {
+    values.into_iter().map(|value| TestCase { name: name(&value), need: None, value }).collect()
+}
+
+fn families() -> Vec<TestCase<ExpectedLogits>> {
+    let names = golden_models(|model| model.kind != GoldenKind::Compressed);
+    cases(names.into_iter().map(|name| ExpectedLogits::of_golden(name, 1e-4)), |model| model.name.to_string())
+}
+
+#[test(each = families)]
+fn logits_of_every_family_agree_with_transformers(model: ExpectedLogits) {
+    model.check_all_sizes();
+}
+
+fn models_with_whole_layers() -> Vec<TestCase<ExpectedLogits>> {
+    let compressed = [("compressed/int8_packed", 1e-4), ("compressed/fp8", 12e-2)];
+    let compressed = compressed.map(|(name, tolerance)| ExpectedLogits::of_golden(name, tolerance));
+    let ggufs = ["llama", "qwen3_moe", "gemma3", "gpt2", "gpt_oss"].map(ExpectedLogits::of_gguf);
+    let mut all = families();
+    all.extend(cases(compressed, |model| model.name.to_string()));
+    all.extend(cases(ggufs, |model| format!("{}.gguf", model.name)));
+    all
 }
 
 /// With `Split::Layers`, a rank computes its layers exactly as a single rank does.
 /// The output head is the only matrix that is divided: each rank computes the logits of its own vocabulary range.
 /// The bits of a logit do not depend on the size of this range, so all ranks get exactly the logits of a single rank.
-#[test]
-fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
-    let check = |name: &str, path: &Path, ids: &[u32], expected: &[f32], tolerance: f32| {
-        let layers = models::read_config(path).unwrap().architecture.cache_layers().len();
-        let one = logits(path, 1, None, ids).remove(0);
-        for size in 2..=layers {
-            let ranks = logits_on(&cpus(size), Split::Layers, DType::F32, path, None, ids);
-            assert_ranks_agree(name, &ranks, expected, tolerance);
-            assert_eq!(ranks[0], one, "{name}: the logits of {size} ranks and of one rank differ");
-        }
-    };
-    for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
-        let (ids, logits) = expected(&golden(case).join("golden.safetensors"));
-        check(case, &golden(case), &ids, &logits, 1e-4);
+#[test(each = models_with_whole_layers)]
+fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank(model: ExpectedLogits) {
+    let ExpectedLogits { name, path, results, tolerance } = &model;
+    let (ids, expected) = expected(results);
+    let layers = models::read_config(path).unwrap().architecture.cache_layers().len();
+    let one = logits(path, 1, None, &ids).remove(0);
+    for size in 2..=layers {
+        let ranks = logits_on(&cpus(size), Split::Layers, DType::F32, path, None, &ids);
+        assert_ranks_agree(name, &ranks, &expected, *tolerance);
+        assert_eq!(ranks[0], one, "the logits of {size} ranks and of one rank differ");
     }
-    for (case, tolerance) in [("compressed/int8_packed", 1e-4), ("compressed/fp8", 12e-2)] {
-        let (ids, logits) = expected(&golden(case).join("golden.safetensors"));
-        check(case, &golden(case), &ids, &logits, tolerance);
-    }
-    for family in ["llama", "qwen3_moe", "gemma3", "gpt2", "gpt_oss"] {
-        let (ids, logits) = expected(&golden("gguf_quantized").join(format!("{family}.safetensors")));
-        check(family, &golden("gguf_quantized").join(format!("{family}.gguf")), &ids, &logits, 1e-4);
-    }
+}
+
+fn models_of_8_bits() -> Vec<TestCase<ExpectedLogits>> {
+    let models = [
+        ("compressed/int8_weights", 1e-4),
+        ("compressed/int8_packed", 1e-4),
+        ("compressed/int8", 7e-2),
+        ("compressed/fp8", 12e-2),
+        ("compressed/fp8_static", 1e-4),
+    ];
+    let models = models.map(|(name, tolerance)| ExpectedLogits::of_golden(name, tolerance));
+    cases(models, |model| model.name.to_string())
 }
 
 /// With dynamic scales, the logits of several ranks differ from transformers by about 2% (int8) and 4% (fp8):
@@ -165,75 +210,66 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
 /// With scales from the file (fp8_static), every rank uses the same scales as a single rank,
 /// so dividing the model does not change how equal inputs are rounded.
 /// For fp8_static, make_compressed.py chooses tokens for which the order of summation changes no rounded input.
-#[test]
-fn logits_of_8_bit_models_agree_with_transformers() {
-    for (case, tolerance) in [
-        ("compressed/int8_weights", 1e-4),
-        ("compressed/int8_packed", 1e-4),
-        ("compressed/int8", 7e-2),
-        ("compressed/fp8", 12e-2),
-        ("compressed/fp8_static", 1e-4),
-    ] {
-        let dir = golden(case);
-        let (ids, expected) = expected(&dir.join("golden.safetensors"));
-        for size in SIZES {
-            assert_ranks_agree(case, &logits(&dir, size, None, &ids), &expected, tolerance);
-        }
-    }
+#[test(each = models_of_8_bits)]
+fn logits_of_8_bit_models_agree_with_transformers(model: ExpectedLogits) {
+    model.check_all_sizes();
+}
+
+fn quantized_gguf_files() -> Vec<TestCase<ExpectedLogits>> {
+    let names = ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
+    cases(names.map(ExpectedLogits::of_gguf), |model| model.name.to_string())
 }
 
 /// A quantization block in these files has 32 columns, so a block is wider than an attention head (8 to 16 columns).
 /// Ranks therefore cannot divide the columns of o_proj between any two heads.
-#[test]
-fn logits_of_quantized_gguf_files_agree_with_transformers() {
-    let folder = golden("gguf_quantized");
-    for family in ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"] {
-        let (ids, expected) = expected(&folder.join(format!("{family}.safetensors")));
-        for size in SIZES {
-            let ranks = logits(&folder.join(format!("{family}.gguf")), size, None, &ids);
-            assert_ranks_agree(family, &ranks, &expected, 1e-4);
-        }
-    }
+#[test(each = quantized_gguf_files)]
+fn logits_of_quantized_gguf_files_agree_with_transformers(model: ExpectedLogits) {
+    model.check_all_sizes();
+}
+
+fn converted_models() -> Vec<TestCase<&'static str>> {
+    cases(golden_models(|model| model.has_gguf), |name| name.to_string())
 }
 
 /// Compares several ranks only with one rank, because `weights/gguf/models.rs` compares one rank with transformers.
-#[test]
-fn gguf_files_with_floats_give_the_same_logits_as_one_rank() {
-    for case in golden_models(|model| model.has_gguf) {
-        let (_folder, path) = saved(&convert(&golden(case)));
-        let (ids, _) = expected(&golden(case).join("golden.safetensors"));
-        let one = logits(&path, 1, None, &ids).remove(0);
-        for size in SIZES {
-            assert_ranks_agree(case, &logits(&path, size, None, &ids), &one, 1e-4);
-        }
+#[test(each = converted_models)]
+fn gguf_files_with_floats_give_the_same_logits_as_one_rank(name: &'static str) {
+    let (_folder, path) = saved(&convert(&golden(name)));
+    let (ids, _) = expected(&golden(name).join("golden.safetensors"));
+    let one = logits(&path, 1, None, &ids).remove(0);
+    for size in SIZES {
+        assert_ranks_agree(name, &logits(&path, size, None, &ids), &one, 1e-4);
     }
 }
 
-#[test]
-fn blocks_of_random_bits_give_the_same_logits_as_one_rank() {
+fn block_formats() -> Vec<TestCase<GgmlType>> {
+    cases([GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K], |ggml_type| ggml_type.name().to_string())
+}
+
+#[test(each = block_formats)]
+fn blocks_of_random_bits_give_the_same_logits_as_one_rank(ggml_type: GgmlType) {
     let ids: Vec<u32> = (0..20).map(|i| i * 7 % 64).collect();
-    for ggml_type in [GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K] {
-        let (_folder, path) = saved(&quantized_llama(ggml_type, false));
-        let expected = logits(&path, 1, None, &ids).remove(0);
-        for size in SIZES {
-            assert_ranks_agree(ggml_type.name(), &logits(&path, size, None, &ids), &expected, 2e-5);
-        }
+    let (_folder, path) = saved(&quantized_llama(ggml_type, false));
+    let expected = logits(&path, 1, None, &ids).remove(0);
+    for size in SIZES {
+        assert_ranks_agree(ggml_type.name(), &logits(&path, size, None, &ids), &expected, 2e-5);
     }
 }
 
-#[test]
-fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
-    for case in ["llama_graph", "mixtral_graph", "gpt2"] {
-        let dir = golden(case);
-        let (ids, _) = expected(&dir.join("golden.safetensors"));
-        for target in ["q8_0", "q6_k", "q5_1", "q4_k", "q4_0", "q2_k", "int8", "fp8"] {
-            let target: QuantizationTarget = target.parse().unwrap();
-            let expected = logits(&dir, 1, Some(target), &ids).remove(0);
-            for size in SIZES {
-                let name = format!("{case} as {target}");
-                assert_ranks_agree(&name, &logits(&dir, size, Some(target), &ids), &expected, 2e-5);
-            }
-        }
+fn quantized_models() -> Vec<TestCase<(&'static str, QuantizationTarget)>> {
+    let targets = ["q8_0", "q6_k", "q5_1", "q4_k", "q4_0", "q2_k", "int8", "fp8"];
+    let models = ["llama_graph", "mixtral_graph", "gpt2"];
+    let all = models.into_iter().flat_map(|name| targets.map(|target| (name, target.parse().unwrap())));
+    cases(all, |(name, target)| format!("{name}::{target}"))
+}
+
+#[test(each = quantized_models)]
+fn quantizing_while_loading_gives_the_same_logits_as_one_rank((name, target): (&'static str, QuantizationTarget)) {
+    let dir = golden(name);
+    let (ids, _) = expected(&dir.join("golden.safetensors"));
+    let expected = logits(&dir, 1, Some(target), &ids).remove(0);
+    for size in SIZES {
+        assert_ranks_agree(name, &logits(&dir, size, Some(target), &ids), &expected, 2e-5);
     }
 }
 
@@ -256,39 +292,37 @@ pub fn read_bytes(checkpoint: &Checkpoint) -> u64 {
     sources.into_values().sum()
 }
 
-#[test]
-fn all_ranks_together_read_every_byte_of_the_weights_once() {
-    for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
-        let dir = golden(case);
-        let config = models::read_config(&dir).unwrap();
-        let (ids, expected) = expected(&dir.join("golden.safetensors"));
-        // Loads the model on `size` ranks. Returns their logits and the number of tensor bytes read from the files.
-        let load = |size: usize, split: Split, is_shared: bool| {
-            let checkpoint = Checkpoint::open(&dir).unwrap();
-            let before = read_bytes(&checkpoint);
-            let logits = on_ranks(size, |world| {
-                let progress = LoadProgress::silent();
-                let world = split_world(world, split, config.architecture.cache_layers().len());
-                let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress)
-                    .world(world)
-                    .share_reads(is_shared)
-                    .build()
-                    .unwrap();
-                let decoder = config.build(&weights, CONTEXT).unwrap();
-                values(&logits_of(&decoder, &ids, DType::F32, &Device::Cpu).unwrap())
-            });
-            (logits, read_bytes(&checkpoint) - before)
-        };
-        let (_, once) = load(1, Split::Tensor, false);
-        assert_eq!(once, Checkpoint::open(&dir).unwrap().bytes(), "{case}");
-        for (size, split) in
-            [(2, Split::Tensor), (3, Split::Tensor), (4, Split::Tensor), (8, Split::Tensor), (2, Split::Layers)]
-        {
-            let (logits, bytes) = load(size, split, true);
-            assert_eq!(bytes, once, "wrong number of bytes read: {case} on {size} ranks, {split:?}");
-            assert_ranks_agree(case, &logits, &expected, 1e-4);
-            assert!(load(size, split, false).1 > once, "{case} on {size} ranks: unshared reads read nothing twice");
-        }
+#[test(each = families)]
+fn all_ranks_together_read_every_byte_of_the_weights_once(model: ExpectedLogits) {
+    let ExpectedLogits { name, path, results, tolerance } = &model;
+    let config = models::read_config(path).unwrap();
+    let (ids, expected) = expected(results);
+    // Loads the model on `size` ranks. Returns their logits and the number of tensor bytes read from the files.
+    let load = |size: usize, split: Split, is_shared: bool| {
+        let checkpoint = Checkpoint::open(path).unwrap();
+        let before = read_bytes(&checkpoint);
+        let logits = on_ranks(size, |world| {
+            let progress = LoadProgress::silent();
+            let world = split_world(world, split, config.architecture.cache_layers().len());
+            let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress)
+                .world(world)
+                .share_reads(is_shared)
+                .build()
+                .unwrap();
+            let decoder = config.build(&weights, CONTEXT).unwrap();
+            values(&logits_of(&decoder, &ids, DType::F32, &Device::Cpu).unwrap())
+        });
+        (logits, read_bytes(&checkpoint) - before)
+    };
+    let (_, once) = load(1, Split::Tensor, false);
+    assert_eq!(once, Checkpoint::open(path).unwrap().bytes());
+    for (size, split) in
+        [(2, Split::Tensor), (3, Split::Tensor), (4, Split::Tensor), (8, Split::Tensor), (2, Split::Layers)]
+    {
+        let (logits, bytes) = load(size, split, true);
+        assert_eq!(bytes, once, "wrong number of bytes read on {size} ranks, {split:?}");
+        assert_ranks_agree(name, &logits, &expected, *tolerance);
+        assert!(load(size, split, false).1 > once, "{size} ranks: unshared reads read nothing twice");
     }
 }
 
