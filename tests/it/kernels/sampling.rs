@@ -56,7 +56,6 @@ fn sampled_rows_match_host_sampling() {
             }
         }
     }
-    check_cutoffs_among_similar_logits(&device);
     // Greedy sampling chooses the lowest of several ids with the largest logit.
     let tied = (0..9000).map(|id| if [5, 4101, 8999].contains(&id) { 2.0 } else { 0.0f32 }).collect();
     let tied = Tensor::from_vec(tied, (1, 9000), &device).unwrap();
@@ -136,8 +135,9 @@ fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> 
 /// its shared memory. With four or eight blocks, they fit. [`sample`] tests all four numbers of blocks on an H200.
 /// The difference between each logit and the largest one is exact in f32, so no two of these logits get the same
 /// probability.
-#[cfg(feature = "cuda")]
-fn check_cutoffs_among_similar_logits(device: &Device) {
+#[test(cuda)]
+fn cutoffs_among_similar_logits_match_host_sampling() {
+    let device = gpu();
     let count = 20_000;
     let base = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
     let mut logits: Vec<f32> = (0..count).map(|id| (id * 7919 % count) as f32 / (1 << 20) as f32).collect();
@@ -147,7 +147,7 @@ fn check_cutoffs_among_similar_logits(device: &Device) {
         let top_p = SamplingParams { top_p: 0.8, seed, ..base.clone() };
         let both = SamplingParams { top_k: 13_000, top_p: 0.7, seed, ..base.clone() };
         let mut hosts = [top_k, top_p, both].map(|params| Sampler::new(params, &[]));
-        let rows = Tensor::from_vec(logits.repeat(3), (3, logits.len()), device).unwrap();
+        let rows = Tensor::from_vec(logits.repeat(3), (3, logits.len()), &device).unwrap();
         let sampling: Vec<_> = hosts.iter().map(TokenSampler::on_device).collect();
         for (host, token) in hosts.iter_mut().zip(sample(&rows, &sampling)) {
             assert_eq!(token, Some(host.sample(&mut logits.clone())), "seed {seed}");
@@ -163,7 +163,7 @@ fn edited_rows_match_the_reference() {
     const NO_TOKEN: u32 = u32::MAX;
     const WORDS: usize = 4096;
     let device = gpu();
-    let Device::Cuda(cuda) = &device else { unreachable!() };
+    let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     let host = HostWords::new(cuda, WORDS).unwrap();
     let mut random = Random(11);
     for vocab in [1, 31, 301, 5000] {
