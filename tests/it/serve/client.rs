@@ -101,7 +101,12 @@ impl Server {
 
     /// Returns the value in the first line of the metric `name`.
     pub fn metric(&self, name: &str) -> f64 {
-        let text = self.get("/metrics").text();
+        self.metric_with(&[], name)
+    }
+
+    /// Like [`metric`](Self::metric), with request headers, such as an API key.
+    pub fn metric_with(&self, headers: &[(&str, &str)], name: &str) -> f64 {
+        let text = self.send("GET", "/metrics", headers, b"").text();
         let line = text.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with('{'));
         let line = line.unwrap_or_else(|| panic!("the metrics do not contain {name}: {text}"));
         line.rsplit(' ').next().unwrap().parse().unwrap()
