@@ -218,7 +218,10 @@ fn echoed_prompts_have_log_probabilities() {
         let top = logprobs["top_logprobs"][index].as_object().unwrap();
         assert_eq!(top.len(), 1);
         let best = top.values().next().unwrap().as_f64().unwrap();
-        assert!(logprob <= best && best <= 0.0, "{logprob} {best}");
+        assert!(
+            logprob <= best && best <= 0.0,
+            "token {index} has the log probability {logprob}, the best token {best}"
+        );
     }
     // At temperature 0, the generated token is the most likely one.
     let last = logprobs["tokens"][count].as_str().unwrap();
@@ -245,7 +248,8 @@ fn echoed_prompts_have_log_probabilities() {
     assert_eq!(array(again, "tokens")[count..], array(answer, "tokens"));
     assert_eq!(array(answer, "tokens").len(), 6);
     for (got, expected) in array(again, "token_logprobs")[count..].iter().zip(array(answer, "token_logprobs")) {
-        assert!((got.as_f64().unwrap() - expected.as_f64().unwrap()).abs() < 1e-3, "{got} {expected}");
+        let error = (got.as_f64().unwrap() - expected.as_f64().unwrap()).abs();
+        assert!(error < 1e-3, "the log probability is {got} in a prompt, but {expected} in an answer");
     }
 
     // Request several answers to several prompts, with and without streaming.

@@ -234,7 +234,7 @@ fn all_roles_and_forms_of_content_are_accepted() {
     let mut none = fields;
     none["tool_choice"] = json!("none");
     let without = server.chat(none).ok()["usage"]["prompt_tokens"].as_u64().unwrap();
-    assert!(with_tools > without, "{with_tools} {without}");
+    assert!(with_tools > without, "expected fewer prompt tokens without tools: {without}, with tools: {with_tools}");
 }
 
 #[test]

@@ -24,7 +24,10 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
     for response in rejected {
         let seconds: f64 = response.header("retry-after").unwrap().parse().unwrap();
         let milliseconds: f64 = response.header("retry-after-ms").unwrap().parse().unwrap();
-        assert!(seconds >= 1.0 && milliseconds / 1000.0 <= seconds, "{seconds} {milliseconds}");
+        assert!(
+            seconds >= 1.0 && milliseconds / 1000.0 <= seconds,
+            "retry-after: {seconds} s, retry-after-ms: {milliseconds}"
+        );
     }
     assert!(
         server

@@ -121,7 +121,7 @@ fn tools_that_cannot_be_served_are_skipped_and_named() {
     };
     let allowed = json!({ "type": "allowed_tools", "mode": "auto", "tools": [{ "type": "function", "name": "list" }] });
     let (all, one, none) = (tokens(json!("auto")), tokens(allowed), tokens(json!("none")));
-    assert!(all > one && one > none, "{all} {one} {none}");
+    assert!(all > one && one > none, "prompt tokens with all, one and no functions: {all}, {one}, {none}");
     assert_eq!(json["usage"]["input_tokens"], all);
     let headers = [JSON, ("x-inferno-strict", "1")];
     let body = body(json!({ "tools": [{ "type": "web_search" }] })).to_string();

@@ -234,7 +234,10 @@ fn a_running_response_can_be_canceled() {
         if index == 0 {
             let whole = &last["response"];
             assert_eq!(partial["output"][0]["id"], whole["output"][0]["id"]);
-            assert!(first_text(whole).unwrap().starts_with(&first_text(&partial).unwrap()), "{partial} {whole}");
+            assert!(
+                first_text(whole).unwrap().starts_with(&first_text(&partial).unwrap()),
+                "the text of {whole} does not start with the text of {partial}"
+            );
         }
     }
     server.wait_until_idle();

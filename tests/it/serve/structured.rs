@@ -172,7 +172,7 @@ fn what_cannot_be_enforced_is_an_error_that_names_the_field() {
         ),
     ] {
         let error = server.chat(fields.clone()).error(400);
-        assert_eq!(error["param"], param, "{fields} {error}");
+        assert_eq!(error["param"], param, "{fields}: {error}");
         assert!(error["message"].as_str().unwrap().len() < 1200, "{error}");
     }
     // A tool that is neither strict nor required may have any schema.

@@ -238,7 +238,7 @@ fn likelihoods_of_the_first_window_match_the_whole_text() {
     assert_eq!((whole.len(), windows.len()), (ids.len() - 1, ids.len() - 1));
     // In the first window, the losses agree. In later windows, each token has less context, so its loss may differ.
     for (a, b) in whole[..63].iter().zip(&windows) {
-        assert!((a - b).abs() < 1e-4, "{a} {b}");
+        assert!((a - b).abs() < 1e-4, "the loss is {a} with the whole text, but {b} in the first window");
     }
     assert!(windows.iter().all(|nll| nll.is_finite() && *nll >= 0.0));
     // Each loss is the negative log probability of the next token.
