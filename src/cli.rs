@@ -33,7 +33,7 @@ struct Cli {
     /// Log to stderr; -vv logs more
     // `display_order` puts this flag after the subcommand's own flags in `--help`.
     #[arg(long, short, global = true, action = ArgAction::Count, display_order = 900)]
-    #[expect(dead_code, reason = "`defaults::parse` reads this flag from clap's matches")]
+    #[allow(dead_code, reason = "`defaults::parse` reads this flag from clap's matches")]
     verbose: u8,
     #[command(subcommand)]
     command: Command,

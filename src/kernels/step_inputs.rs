@@ -1,8 +1,6 @@
 //! The inputs of a step. A kernel (`step_inputs.cu`) writes them, because the host may not know the input tokens yet:
 //! the previous step chooses them.
 
-use std::sync::Arc;
-
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::launch::{Arguments, HostWordRange, Launch, LaunchShape, module};

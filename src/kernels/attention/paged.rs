@@ -35,7 +35,6 @@ pub struct QuerySpan {
 impl QuerySpan {
     /// Returns whether the span has at most [`MAX_FEW_ROWS`] rows per KV head.
     /// `group` is the number of query heads per KV head.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA call it"))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= MAX_FEW_ROWS
     }

@@ -22,6 +22,7 @@
 #include <stdint.h>
 
 #include "constants.cuh"
+#include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
 constexpr uint32_t EMPTY = 0xffffffffu;
@@ -292,7 +293,7 @@ public:
     __device__ __forceinline__ explicit Sender(const Mailboxes& mailboxes) : mailboxes(mailboxes) {
         if (mailboxes.ranks == 1) return;
         // The shuffle needs the number, so the load has ended before the thread reaches the __syncthreads().
-        const uint32_t number = __shfl_sync(0xffffffffu, Scalar::load(mailboxes.state), 0);
+        const uint32_t number = __shfl_sync(ALL_LANES, Scalar::load(mailboxes.state), 0);
         offset = Operation::slot_of(mailboxes, number) + (size_t)mailboxes.rank * mailboxes.region;
     }
     // Sends element i to all ranks. Stores it in `out` instead if mailboxes.ranks is 1.

@@ -36,7 +36,7 @@ template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t word) {
 
 // Returns `value`, which must be the same in all lanes of the warp. The shuffle tells the compiler that all
 // lanes agree, so that the compiler can use uniform registers and branches.
-template <typename T> __device__ __forceinline__ T warp_uniform(T value) { return __shfl_sync(0xffffffffu, value, 0); }
+template <typename T> __device__ __forceinline__ T warp_uniform(T value) { return __shfl_sync(ALL_LANES, value, 0); }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_largest(const float (&largest)[TOKENS / 4]
     for (int t = 0; t < TOKENS / 4; ++t) {
         // The eight lanes with equal lane % 4 have logits of the same tokens.
         unsigned long long key = candidate_key(largest[t], arguments.first_id + largest_row[t]);
-        for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+        for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(ALL_LANES, key, offset));
         if (lane < 4) of_warps[warp][t / 2 * 8 + lane * 2 + t % 2] = key;
     }
     __syncthreads();

@@ -209,7 +209,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
     if constexpr (S::TAKES_TURNS) turns.wait();
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
-        const uint32_t pair = GATE_UP ? 0 : __shfl_sync(0xffffffffu, held[n / 4], n % 4 * 8 + g);
+        const uint32_t pair = GATE_UP ? 0 : __shfl_sync(ALL_LANES, held[n / 4], n % 4 * 8 + g);
         results.store(n * 8, pair, {sum + n * 4}, bias);
     }
     if constexpr (S::TAKES_TURNS) turns.pass();

@@ -63,7 +63,7 @@ struct QuantizedInput {
                 uint32_t largest = max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 #pragma unroll
                 for (int offset = 1; offset < 8; offset *= 2)
-                    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+                    largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, offset));
                 scale =
                     largest < F32_INFINITY ? __uint_as_float(largest) / MAX_QUANTIZED_INPUT : __uint_as_float(F32_NAN);
                 inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
@@ -71,7 +71,7 @@ struct QuantizedInput {
             const int q[4] = {__float2int_rn(v.x * inverse), __float2int_rn(v.y * inverse),
                               __float2int_rn(v.z * inverse), __float2int_rn(v.w * inverse)};
             int sum = q[0] + q[1] + q[2] + q[3];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1), sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1), sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             if (!is_inside) continue;
             // The low byte is signed. If it is negative, adding 128 before the shift makes the high byte one larger.
             // 256 · high + low is therefore exactly q.

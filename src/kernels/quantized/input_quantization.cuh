@@ -52,7 +52,7 @@ __device__ __forceinline__ float max_magnitude(float4 v) {
 // `scratch` is shared memory with one float per warp.
 __device__ __forceinline__ float block_max_magnitude(float value, float* scratch) {
     for (int offset = 16; offset > 0; offset /= 2)
-        value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, offset));
+        value = max_magnitude(value, __shfl_xor_sync(ALL_LANES, value, offset));
     __syncthreads();
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
