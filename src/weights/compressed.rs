@@ -99,7 +99,7 @@ pub enum Activations {
     Static,
 }
 
-/// A target, which selects layers: a layer name, a layer class, or `re:` and a regex that must match at the start of the name.
+/// Selects linear layers: a layer name, a layer class, or `re:` and a regex that must match at the start of the name.
 #[derive(Debug)]
 struct Target {
     text: String,
