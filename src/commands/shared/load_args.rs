@@ -50,7 +50,7 @@ pub struct LoadArgs {
     /// Quantize float weights while loading: fp8, int8, or a GGUF type such as q8_0, q6_k, q5_k or q4_k
     #[arg(long, value_name = "FORMAT")]
     quantize: Option<QuantizationTarget>,
-    /// Decode without a CUDA graph, one operation at a time; slow, for comparison
+    /// Decode without a CUDA graph, operation by operation; slow, for comparison
     #[arg(long, hide_short_help = true)]
     eager: bool,
     /// Attention kernel of all steps except those of the decode graph: own (inferno's, for tensor cores), flash
