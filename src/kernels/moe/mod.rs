@@ -36,8 +36,11 @@ pub mod combine;
 mod expert_few_pairs;
 #[cfg(feature = "cuda")]
 pub mod expert_mlp;
+mod expert_operands;
 pub mod expert_usage;
 pub mod experts;
+#[cfg(feature = "cuda")]
+mod experts_on_gpu;
 #[cfg(feature = "cuda")]
 mod grouped_gemm;
 pub mod mxfp4;
