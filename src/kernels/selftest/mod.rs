@@ -5,6 +5,10 @@
 //! such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts, the kernel in `route.cu`,
 //! and the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
 
+#[cfg(feature = "cuda")]
+mod fused_experts;
+mod inputs;
+
 use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -22,6 +26,10 @@ use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::{Addend, add_norm};
 use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
+use inputs::{CheckTarget, Noise};
+
+#[cfg(feature = "cuda")]
+pub(crate) use inputs::Random;
 
 /// The result of comparing one operation, in one dtype, with its reference on the CPU.
 #[derive(Clone, Debug)]
@@ -115,7 +123,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
             [("expert_mlp, few tokens", 5, 192, 384), ("expert_mlp, many tokens", 301, 96, 160)]
         {
             checks.push(check(name, target, 2.0 * rounding, &|target, noise| {
-                fused::expert_mlp(target, noise, tokens, hidden, intermediate)
+                fused_experts::fused_experts(target, noise, tokens, hidden, intermediate)
             }));
         }
     }
@@ -159,27 +167,6 @@ fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
         }));
     }
     checks
-}
-
-/// The device on which a check runs an operation, and the dtype of the operation.
-#[derive(Clone, Copy)]
-struct CheckTarget<'d> {
-    device: &'d Device,
-    dtype: DType,
-}
-
-impl CheckTarget<'_> {
-    fn put(&self, tensor: &Tensor) -> Result<Tensor> {
-        tensor.to_dtype(self.dtype)?.to_device(self.device)
-    }
-
-    fn f32(&self, tensor: &Tensor) -> Result<Tensor> {
-        tensor.to_device(self.device)
-    }
-
-    fn ids(&self, ids: &[u32]) -> Result<Tensor> {
-        Tensor::new(ids, self.device)
-    }
 }
 
 /// Returns a 51×512 matrix of pseudo-random bits, with two restrictions:
@@ -247,53 +234,6 @@ fn rounding(dtype: DType) -> f32 {
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
-    }
-}
-
-/// Reproducible random numbers from the linear congruential generator of Knuth's MMIX.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// Returns the upper 31 bits of the next state. The lower bits are less random.
-    pub(crate) fn next_bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        self.0 >> 33
-    }
-}
-
-/// The source of the random inputs of an operation. Every source returns the same numbers, and [`check`] gives each run
-/// of an operation a new source, so the run on the device and the run on the CPU get the same inputs.
-struct Noise(Random);
-
-impl Noise {
-    fn new() -> Self {
-        Self(Random::new(1))
-    }
-
-    /// Returns `count` numbers less than `below`.
-    fn numbers(&mut self, count: usize, below: u64) -> impl Iterator<Item = u64> {
-        std::iter::repeat_with(move || self.0.next_bits() % below).take(count)
-    }
-
-    /// Returns values around zero, as f32 on the CPU. Every 53rd value is an outlier, 20 times as large.
-    /// Each value is exactly representable in `dtype`.
-    fn tensor(&mut self, shape: &[usize], dtype: DType) -> Result<Tensor> {
-        let count: usize = shape.iter().product();
-        let unit = |n: u64| n as f32 / 4096.0 - 0.5;
-        let halves: Vec<f32> = self.numbers(2 * count, 4096).map(unit).collect();
-        let value = |(index, pair): (usize, &[f32])| (pair[0] + pair[1]) * if index % 53 == 7 { 20.0 } else { 1.0 };
-        let values: Vec<f32> = halves.chunks_exact(2).enumerate().map(value).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)
-    }
-
-    /// Returns bytes in the range `first..first + below`.
-    fn bytes(&mut self, shape: &[usize], first: u8, below: u64) -> Result<Tensor> {
-        let bytes: Vec<u8> = self.numbers(shape.iter().product(), below).map(|n| first + n as u8).collect();
-        Tensor::from_vec(bytes, shape, &Device::Cpu)
     }
 }
 
@@ -415,66 +355,6 @@ fn experts(target: CheckTarget, noise: &mut Noise, tokens: usize, format: Expert
     let bias = target.put(&noise.tensor(&[experts, rows], DType::BF16)?)?;
     let ids: Vec<u32> = noise.numbers(tokens * chosen, experts as u64).map(|id| id as u32).collect();
     expert_matmul(&x, &weights, Some(&bias), &target.ids(&ids)?.reshape((tokens, chosen))?, SumOrder::Fastest)
-}
-
-#[cfg(feature = "cuda")]
-mod fused {
-    use candle_core::{DType, Result, Tensor, bail};
-
-    use super::{CheckTarget, Noise};
-    use crate::kernels::SumOrder;
-    use crate::kernels::activation::clamped_swiglu;
-    use crate::kernels::moe::expert_mlp::{self, ExpertLinear};
-    use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
-    use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
-    use crate::kernels::moe::route::RoutedPairs;
-
-    /// Computes the MLP of the routed experts: with fused kernels on a GPU, and with separate operations on a CPU.
-    pub fn expert_mlp(
-        target: CheckTarget,
-        noise: &mut Noise,
-        tokens: usize,
-        hidden: usize,
-        intermediate: usize,
-    ) -> Result<Tensor> {
-        let (experts, chosen) = (5, 3);
-        // Halve the inputs, which is exact, so that fewer gate and up values exceed the clamp limit.
-        // Clamping would hide errors in these values.
-        let x = (noise.tensor(&[tokens, hidden], DType::BF16)? * 0.5)?;
-        let ids: Vec<u32> = noise
-            .numbers(tokens, experts as u64)
-            .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))
-            .collect();
-        let ids = target.ids(&ids)?.reshape((tokens, chosen))?;
-        let shares =
-            (noise.bytes(&[tokens, chosen], 1, 200)?.to_dtype(DType::F32)? / 256.0)?.to_device(target.device)?;
-        let mut stack = |rows: usize, columns: usize| -> Result<_> {
-            let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?;
-            let scales = noise.bytes(&[experts, rows, columns / 32], 120, 5)?.to_device(target.device)?;
-            let bias = target.put(&noise.tensor(&[experts, rows], DType::BF16)?)?;
-            Ok((blocks, scales, bias))
-        };
-        let (up, down) = (stack(2 * intermediate, hidden)?, stack(hidden, intermediate)?);
-        if target.device.is_cpu() {
-            let weights = |(blocks, scales, _): &(Tensor, Tensor, Tensor)| ExpertWeights::Mxfp4 {
-                blocks: blocks.clone(),
-                scales: scales.clone(),
-            };
-            let h = clamped_swiglu(&expert_matmul(&x, &weights(&up), Some(&up.2), &ids, SumOrder::Fastest)?, 7.0)?;
-            let y = expert_matmul(&h, &weights(&down), Some(&down.2), &ids, SumOrder::Fastest)?;
-            return y.broadcast_mul(&shares.unsqueeze(2)?)?.sum(1);
-        }
-        let tiles =
-            |(blocks, scales, _): &(Tensor, Tensor, Tensor), order| match Mxfp4Tiles::repack(blocks, scales, order)? {
-                Some(tiles) => Ok(tiles),
-                None => bail!("repack rejected the scales, although none exceeds 2"),
-            };
-        let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Grouped)?);
-        let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
-        let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
-        let routed = RoutedPairs::new(&ids, shares, experts)?;
-        expert_mlp::expert_mlp(&target.f32(&x)?, &routed, gate_up, down, 7.0, SumOrder::Fastest)?.sum(DType::F32)
-    }
 }
 
 #[cfg(test)]
