@@ -33,9 +33,10 @@ pub(super) enum MatmulKernel {
 
 impl MatmulKernel {
     /// Returns the first kernel, in order of preference, for which `is_supported` returns true.
-    /// Returns `None` if no kernel returns the product in this form. The caller then converts an f32 product.
+    /// Returns `None` if no kernel should return the product in this form. The caller then converts an f32 product.
     ///
-    /// Calls `is_supported` only for kernels that can return the product in this form and in this order of additions.
+    /// Calls `is_supported` only for kernels that can run in this order of additions and, with one exception, return the
+    /// product in this form. The exception is `DenseFewTokens` for [`ProductForm::Rounded`], which results in `None`.
     pub fn choose(
         form: ProductForm,
         sum_order: SumOrder,
@@ -57,8 +58,9 @@ impl MatmulKernel {
             {
                 &[Self::DenseWgmma]
             }
-            // `dense_few_tokens` returns f32. If it supports the product, the caller rounds an f32 product.
-            (ProductForm::Rounded, SumOrder::Fastest) => &[Self::DenseFewTokens, Self::Library],
+            // Rounding a product of `dense_few_tokens`, which is f32, is preferred to a rounded product of cuBLASLt.
+            (ProductForm::Rounded, SumOrder::Fastest) if is_supported(Self::DenseFewTokens)? => &[],
+            (ProductForm::Rounded, SumOrder::Fastest) => &[Self::Library],
             _ => &[],
         };
         for &kernel in preferred {
@@ -105,7 +107,7 @@ mod tests {
             (Logits, fastest, 2, FEW, None),
             (Logits, fastest, 1, ALL, None),
             (Logits, fixed, 2, ALL, None),
-            (Rounded, fastest, 2, ALL, Some(DenseFewTokens)),
+            (Rounded, fastest, 2, ALL, None),
             (Rounded, fastest, 2, &[DenseWgmma, Library], Some(Library)),
             (Rounded, fastest, 1, ANY_GPU, Some(Library)),
             (Rounded, fastest, 1, &[F32FewRows], None),

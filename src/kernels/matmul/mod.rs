@@ -71,7 +71,7 @@ pub fn matmul_parts(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tenso
 }
 
 /// Returns whether [`matmul_parts`] may return several parts for products of `tokens` tokens on a device.
-#[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA use `tokens`"))]
 pub fn has_parts(device: &Device, tokens: usize) -> bool {
     match device {
         #[cfg(feature = "cuda")]
@@ -165,8 +165,7 @@ pub fn matmul_rounded(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Ten
             MatmulKernel::DenseFewTokens => dense_few_tokens::is_supported(device, x, w),
             _ => Ok(x.dtype() != DType::F32),
         };
-        let kernel = MatmulKernel::choose(ProductForm::Rounded, sum_order, x.dim(0)?, is_supported)?;
-        if kernel == Some(MatmulKernel::Library) {
+        if MatmulKernel::choose(ProductForm::Rounded, sum_order, x.dim(0)?, is_supported)?.is_some() {
             // SAFETY: the product writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty((x.dim(0)?, w.dim(0)?), x.dtype(), x.device())? };
             // SAFETY: `out` is `[tokens, rows]` in the dtype of x. `gemm` checks x and w.
@@ -178,7 +177,7 @@ pub fn matmul_rounded(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Ten
 }
 
 /// Computes [`matmul_f32_into`] with candle or cuBLASLt. The caller has checked the shapes and dtypes of x and w.
-#[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA write to `out`"))]
 fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     match x.device() {
         #[cfg(feature = "cuda")]
