@@ -17,7 +17,7 @@ use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
 use super::pass::{Pass, PassBatch, RowSelection};
 #[cfg(feature = "cuda")]
-use super::residual::PartialForm;
+use super::product_kernels::ProductKernels;
 use super::residual::Residual;
 use super::rope::RotaryEmbedding;
 use crate::kernels::attention::AttentionBackend;
@@ -291,41 +291,15 @@ impl Decoder {
     ///
     /// When a product first needs a kernel, cuBLASLt waits until the GPU has finished all queued work, and then loads
     /// the kernel. After this call, these products do not cause such waits in steps with [`SumOrder::Fastest`].
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA load kernels"))]
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
         if self.is_on_gpu() {
-            // Products with the same matrix dimensions, matrix format and output form need the same kernels, so only
-            // the first of them runs. The form is `None` for the first product of an MLP, which has no `PartialForm`.
-            let mut known = Vec::new();
-            let mut load = |linear: &Linear, form: Option<PartialForm>, run: &dyn Fn(&Tensor) -> Result<()>| {
-                let kind = (linear.weight.dims(), linear.weight.format(), form);
-                if known.contains(&kind) {
-                    return Ok(());
-                }
-                known.push(kind);
-                linear.load_kernels(tokens, self.dtype, run)
-            };
-            let run = |linear: &Linear, form: PartialForm, x: &Tensor| {
-                linear.forward_partial(x, SumOrder::Fastest, form).map(drop)
-            };
-            let part = |linear: &Linear, post_norm: &Option<Norm>, tokens: usize| {
-                let (out, _) = linear.weight.dims();
-                let device = self.embed_tokens.device();
-                PartialForm::choose(&self.layer_world, device, (tokens, out), post_norm.as_ref())
-            };
+            let mut kernels = ProductKernels::new(tokens, self.dtype, &self.layer_world);
             for layer in &self.layers {
-                let (qkv_proj, o_proj) = (&layer.self_attn.qkv_proj, &layer.self_attn.o_proj);
-                load(qkv_proj, Some(PartialForm::ProductParts), &|x| run(qkv_proj, PartialForm::ProductParts, x))?;
-                let form = |tokens| part(o_proj, &layer.attention_post_norm, tokens);
-                load(o_proj, Some(form(tokens)), &|x| run(o_proj, form(x.dim(0)?), x))?;
-                if let Some((first, last)) = layer.mlp.linears() {
-                    load(first, None, &|x| layer.mlp.activated(x, SumOrder::Fastest).map(drop))?;
-                    let form = |tokens| part(last, &layer.mlp_post_norm, tokens);
-                    load(last, Some(form(tokens)), &|x| run(last, form(x.dim(0)?), x))?;
-                }
+                kernels.load_layer(layer)?;
             }
-            self.lm_head.load_kernels(rows, self.dtype, |x| run(&self.lm_head, PartialForm::F32, x))?;
+            kernels.load_head(&self.lm_head, rows)?;
         }
         Ok(())
     }

@@ -5,6 +5,7 @@
 //! - `layer`: a decoder layer: attention, then an MLP
 //! - `attention`, `rope`, `mlp`, `moe`, `linear`, `norm`: the parts of a layer
 //! - `kv_cache`: the paged KV cache; `pass`: the tokens and tables of one forward pass; `residual`: the residual stream
+//! - `product_kernels`: loads the kernels of matrix products before the first step
 //! - `checks`: range checks for numbers from config.json or GGUF metadata
 
 pub mod attention;
@@ -18,5 +19,7 @@ pub mod mlp;
 pub mod moe;
 pub mod norm;
 pub mod pass;
+#[cfg(feature = "cuda")]
+mod product_kernels;
 pub(crate) mod residual;
 pub mod rope;
