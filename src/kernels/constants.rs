@@ -10,6 +10,11 @@
 
 #![cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA use every constant"))]
 
+// Launches (`launch/kernel_launch.rs`).
+
+/// Threads per block in kernels with one thread per element, or with one warp per row or head.
+pub const ELEMENT_THREADS: usize = 256;
+
 // Activation functions (`activation.rs`, `headers/activation.cuh`).
 
 /// The `alpha` of gpt-oss's clamped SwiGLU: `gate · sigmoid(alpha · gate) · (up + 1)`.
@@ -188,6 +193,13 @@ pub const ROUTE_TOKENS: usize = 256;
 pub const ROUTE_EXPERTS: usize = 256;
 /// Thread blocks per cluster in the route kernel. A cluster routes as many tokens as it has blocks.
 pub const ROUTE_CLUSTER: usize = 8;
+/// Threads per block in the route kernel.
+pub const ROUTE_THREADS: usize = 256;
+
+// Sorting by expert (`moe/sort_by_expert.rs`, `moe/sort_by_expert.cu`).
+
+/// Threads per block in the kernel `sort_by_expert`.
+pub const SORT_BY_EXPERT_THREADS: usize = 1024;
 
 // MXFP4 weights in tiles (`moe/mxfp4_tiles.rs`, `moe/mxfp4_tiles.cuh`, `decode/mxfp4_experts.cu`).
 
@@ -273,6 +285,8 @@ pub const EXPERT_FEW_PAIRS_STEPS: usize = 3;
 pub const MAX_STACKED_MATRICES: usize = 3;
 /// The maximum number of warps per block in matrix-vector kernels with quantized weights.
 pub const QUANTIZED_WARPS: usize = 16;
+/// Threads per block in the kernels of `quantized/quantized_ops.cu` that look up rows, quantize inputs or scale products.
+pub const QUANTIZED_ROW_THREADS: usize = 256;
 /// Threads per block in products of quantized matrices with few tokens (`quantized/quantized_few_tokens.rs`).
 pub const QUANTIZED_FEW_TOKENS_THREADS: usize = 256;
 /// Columns per step in products of quantized matrices with few tokens.
@@ -319,6 +333,10 @@ pub const DECODE_MAX_WARPS: usize = 24;
 /// The maximum number of blocks in decode kernels that have at most one block per multiprocessor.
 /// All current NVIDIA GPUs have fewer multiprocessors.
 pub const DECODE_MAX_BLOCKS: usize = 256;
+/// Threads per block in decode kernels that run in a single block.
+pub const DECODE_SINGLE_BLOCK_THREADS: usize = 1024;
+/// Threads per block in the router kernel. A block computes the logit of one expert.
+pub const DECODE_ROUTER_THREADS: usize = 256;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;
 /// Warps that share the columns of one tile in `decode_gate_up_mxfp4`.

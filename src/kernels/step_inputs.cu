@@ -11,9 +11,9 @@
 //     changes [changes, 2]: the index and the new value of a word; index 0 is the first word after `words`
 //   tokens: u32, the tokens that the previous step chose; NO_TOKEN where it could not choose one
 //   inputs: u32: ids [rows], words [others], then words that keep their values unless `changes` sets them
-//   grid: ceil((rows + others + changes) / 256); block: 256
+//   grid: ceil((rows + others + changes) / ELEMENT_THREADS); block: ELEMENT_THREADS
 //   bytes moved: 12 · rows + 8 · others + 12 · changes
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
     set_step_inputs(const volatile uint32_t* description, const uint32_t* tokens, uint32_t* inputs, int rows,
                     int others, int changes) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

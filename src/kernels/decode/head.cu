@@ -105,7 +105,7 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 //   state: see decode/mod.rs
 //   mailbox: u32 [slots] in host memory
 //     Step s writes its token + 1 to slot s % slots, or MAILBOX_NO_TOKEN if the step fails.
-//   grid: 1; block: 1024
+//   grid: 1; block: DECODE_SINGLE_BLOCK_THREADS
 //   bytes moved: 8 · blocks + one row of the embedding + 4 · columns
 template <typename T>
 __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
@@ -144,7 +144,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
                              int vocab, int first_token, int columns, float eps, float softcap) {                      \
         decode_head<T>(x, norm, weight, logits, best, vocab, first_token, columns, eps, softcap);                      \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+    extern "C" __global__ void __launch_bounds__(DECODE_SINGLE_BLOCK_THREADS)                                          \
         decode_greedy_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,          \
                                volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {            \
         decode_greedy<T>(best, blocks, embedding, x, state, mailbox, slots, columns, embedding_scale);                 \
@@ -165,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
 //   embedding: one quantized matrix [vocab, columns]
 //   state: see decode/mod.rs
 //   x: f32 [columns]
-//   grid: ceil(columns / 8 / 256); block: 256, one thread per 8 columns
+//   grid: ceil(columns / 8 / ELEMENT_THREADS); block: ELEMENT_THREADS, one thread per 8 columns
 //   bytes moved: one row of the embedding + 4 · columns
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
     quantized_next(const __grid_constant__ QuantizedStack embedding, const uint32_t* state, float* x, int columns,
                    float embedding_scale) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -6,6 +6,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
+use crate::kernels::constants::DECODE_SINGLE_BLOCK_THREADS;
 use crate::kernels::exchange::add_columns;
 use crate::kernels::launch::{Arguments, HostMailbox, Launch, LaunchList, LaunchShape, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
@@ -74,10 +75,10 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 
 /// Adds a launch for greedy sampling, which sends the token with the largest logit to the mailbox.
 /// The token's embedding becomes the input of the next step.
-/// If there are several ranks, first adds a launch that exchanges their largest logits.
+/// If there are several ranks, first adds a launch that exchanges their best logits.
 /// If the embedding is quantized, then adds a launch that looks up the embedding.
 ///
-/// [`add_head`] must have added the launch that finds the largest logits.
+/// [`add_head`] must have added the launch that finds the best logits: the candidates for the largest logit.
 pub fn add_greedy_sampling(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -106,7 +107,14 @@ pub fn add_greedy_sampling(
         .float(embedding.scale);
     let kernel = format!("decode_greedy_{suffix}");
     // SAFETY: shapes are checked above. The embedding has a row for each token that the head can choose.
-    unsafe { launches.add(Launch::new(module!("head"), kernel, LaunchShape::linear(1, 1024), arguments))? };
+    unsafe {
+        launches.add(Launch::new(
+            module!("head"),
+            kernel,
+            LaunchShape::linear(1, DECODE_SINGLE_BLOCK_THREADS),
+            arguments,
+        ))?
+    };
     add_quantized_embedding(launches, buffers, embedding)
 }
 

@@ -165,7 +165,7 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
         const QkvTarget<T> target{bias, cos, sin, q, k, v, table, raw, heads, kv_heads, head_dim, rotated};            \
         quantized_qkv<T>(x, norm, weight, state, target, columns, eps, {quantization, static_scale});                  \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)                                                      \
         decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \
                                 const float* sin, const uint32_t* state, T* q, T* k, const uint32_t* table, int heads, \
                                 int kv_heads, int head_dim, int rotated, float eps) {                                  \

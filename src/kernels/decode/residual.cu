@@ -6,7 +6,7 @@
 //   bias: f32 [rows] or null
 //   x: f32 [rows], or null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
 //   out: f32 [rows]; may be the same buffer as x
-//   m: if m.ranks > 1, the results are sent to all ranks instead of stored in `out` (see Sender in exchange.cuh)
+//   mailboxes: with several ranks, the results are sent to all ranks instead of stored in `out` (see Sender)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
@@ -18,12 +18,12 @@
 
 template <typename T>
 __device__ void decode_residual(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows,
-                                int columns, const Mailboxes& m) {
+                                int columns, const Mailboxes& mailboxes) {
     extern __shared__ float4 shared[];
     const DenseInput input{shared, columns / 8};
     const auto row = [=](int unit, int) { return as_segments(weight + (size_t)unit * columns); };
     DenseStream<T, 1, DENSE_DEPTH_1, decltype(row)> stream(input.segments, rows, row);
-    const Sender sender(m);
+    const Sender sender(mailboxes);
     __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
@@ -40,14 +40,14 @@ __device__ void decode_residual(const float* x, float* out, const T* y, const T*
 template <typename T>
 __device__ void quantized_residual(const float* x, float* out, const T* y, const QuantizedStack& weight,
                                    const float* bias, int rows, int columns, QuantizationArgs quantization,
-                                   const Mailboxes& m) {
+                                   const Mailboxes& mailboxes) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
     const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
     QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row)> stream(weight, groups, rows, row);
-    const Sender sender(m);
+    const Sender sender(mailboxes);
     __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
@@ -63,7 +63,7 @@ __device__ void quantized_residual(const float* x, float* out, const T* y, const
 
 // Computes x += norm(y).
 //   x, y, norm: f32 [columns]; norm(y) is the RMSNorm of y with the weight `norm`
-//   grid: 1; block: 1024
+//   grid: 1; block: DECODE_SINGLE_BLOCK_THREADS
 //   bytes moved: 16 · columns
 __device__ void decode_add_normed(float* x, const float* y, const float* norm, int columns, float eps) {
     __shared__ float scratch[32];
@@ -86,20 +86,20 @@ __device__ void decode_add_normed(float* x, const float* y, const float* norm, i
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_residual_##SUFFIX(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows, \
-                                 int columns, const __grid_constant__ Mailboxes m) {                                   \
-        decode_residual<T>(x, out, y, weight, bias, rows, columns, m);                                                 \
+                                 int columns, const __grid_constant__ Mailboxes mailboxes) {                           \
+        decode_residual<T>(x, out, y, weight, bias, rows, columns, mailboxes);                                         \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_residual_##SUFFIX(const float* x, float* out, const T* y,                                            \
                                     const __grid_constant__ QuantizedStack weight, const float* bias, int rows,        \
                                     int columns, int quantization, float static_scale,                                 \
-                                    const __grid_constant__ Mailboxes m) {                                             \
-        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {quantization, static_scale}, m);                \
+                                    const __grid_constant__ Mailboxes mailboxes) {                                     \
+        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {quantization, static_scale}, mailboxes);        \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(DECODE_SINGLE_BLOCK_THREADS)
     decode_add_normed_f32(float* x, const float* y, const float* norm, int columns, float eps) {
     decode_add_normed(x, y, norm, columns, eps);
 }

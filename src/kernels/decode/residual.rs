@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
+use crate::kernels::constants::DECODE_SINGLE_BLOCK_THREADS;
 use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
@@ -64,6 +65,11 @@ pub fn add_residual(
     // SAFETY: shapes and dtypes are checked above.
     // The kernel needs a hidden size that is a multiple of 4. `add_qkv` and `add_head` accept only multiples of 8.
     unsafe {
-        launches.add(Launch::new(module!("residual"), "decode_add_normed_f32", LaunchShape::linear(1, 1024), arguments))
+        launches.add(Launch::new(
+            module!("residual"),
+            "decode_add_normed_f32",
+            LaunchShape::linear(1, DECODE_SINGLE_BLOCK_THREADS),
+            arguments,
+        ))
     }
 }

@@ -7,11 +7,12 @@
 //   logits: f32 [experts]
 //   normed: f16 [columns] or null; receives norm(x) / 2^k
 //   normed_scale: f32 [1] or null; receives 2^k
-//   grid: experts; block: 256
+//   grid: experts; block: DECODE_ROUTER_THREADS
 //   bytes moved: the weight
 // Each block computes the logit of one expert. If `normed` is not null, the block also writes a slice of `normed`.
 // `normed` is f16, because f16 has three more bits of precision than bf16.
 // k is the smallest integer >= 0 for which all magnitudes in norm(x) / 2^k are below 2^15.
+#include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
@@ -84,7 +85,7 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(DECODE_ROUTER_THREADS)
     decode_router_f32(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
                       __half* normed, float* normed_scale, int columns, int experts, float eps) {
     decode_router(x, norm, weight, bias, logits, normed, normed_scale, columns, experts, eps);

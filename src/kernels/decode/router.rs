@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::mxfp4_experts::ExpertBuffers;
 use crate::kernels::bytes;
+use crate::kernels::constants::DECODE_ROUTER_THREADS;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 
 /// Adds a launch that computes the router logits of `norm(x)`.
@@ -39,7 +40,12 @@ pub fn add_router(
         .int(columns)
         .int(experts)
         .float(norm.eps);
-    let launch = Launch::new(module!("router"), "decode_router_f32", LaunchShape::linear(experts, 256), arguments);
+    let launch = Launch::new(
+        module!("router"),
+        "decode_router_f32",
+        LaunchShape::linear(experts, DECODE_ROUTER_THREADS),
+        arguments,
+    );
     // SAFETY: shapes and dtypes are checked above.
     // `ExpertBuffers::new` allocates `normed` with the size of x, and `normed_scale` with one element.
     unsafe { launches.add(launch.with_bytes_moved(bytes(weight))) }

@@ -8,6 +8,7 @@ use candle_core::{Result, bail};
 use super::arguments::Arguments;
 use super::device::runs_hopper_code;
 use super::module::Module;
+use crate::kernels::constants::ELEMENT_THREADS;
 
 /// The bytes of dynamic shared memory that a kernel may use without raising its shared memory limit.
 /// The default limit for static and dynamic shared memory together is 48 KiB. 16 KiB are left for static memory.
@@ -37,14 +38,14 @@ impl LaunchShape {
         Self::new((blocks, 1, 1), block)
     }
 
-    /// Creates a launch shape with at least `count` threads, in blocks of 256 threads.
+    /// Creates a launch shape with at least `count` threads, in blocks of [`ELEMENT_THREADS`].
     pub fn one_thread_each(count: usize) -> Self {
-        Self::linear(count.div_ceil(256), 256)
+        Self::linear(count.div_ceil(ELEMENT_THREADS), ELEMENT_THREADS)
     }
 
-    /// Creates a launch shape with at least `count` warps, in blocks of 8 warps.
+    /// Creates a launch shape with at least `count` warps, in blocks of [`ELEMENT_THREADS`].
     pub fn one_warp_each(count: usize) -> Self {
-        Self::linear(count.div_ceil(8), 256)
+        Self::linear(count.div_ceil(ELEMENT_THREADS / 32), ELEMENT_THREADS)
     }
 
     /// Sets the number of blocks in y to `rows`.

@@ -4,6 +4,7 @@
 //   out: f32 [tokens, columns]; n = tokens · columns
 //   grid: ceil(n / 256); block: 256
 //   bytes moved: n · (chosen · sizeof(T) + 4)
+#include "constants.cuh"
 #include "headers/common.cuh"
 
 template <typename T>
@@ -18,7 +19,7 @@ __device__ void combine(const T* y, const float* routing_weights, float* out, in
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)                                                      \
         combine_##SUFFIX(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {       \
         combine(y, routing_weights, out, n, columns, chosen);                                                          \
     }

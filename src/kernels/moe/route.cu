@@ -8,7 +8,7 @@
 //   usage: u32 [2] or null; each launch increments usage[0], and adds the number of experts with pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   chosen <= experts and chosen <= MAX_CHOSEN_EXPERTS
-//   grid: (ROUTE_CLUSTER, ceil(tokens / ROUTE_CLUSTER)); cluster: (ROUTE_CLUSTER, 1); block: 256
+//   grid: (ROUTE_CLUSTER, ceil(tokens / ROUTE_CLUSTER)); cluster: (ROUTE_CLUSTER, 1); block: ROUTE_THREADS
 //   bytes moved: 4 · (tokens + experts) · columns; each cluster reads all of `weight`, mostly from L2 after the first
 //
 // A cluster routes as many tokens as it has blocks. Its warps divide the columns, and compute the partial logits of all
@@ -29,7 +29,7 @@
 #include "headers/tf32.cuh"
 #include "moe/routing.cuh"
 
-constexpr int BLOCKS = ROUTE_CLUSTER, THREADS = 256, WARPS = THREADS / 32;
+constexpr int BLOCKS = ROUTE_CLUSTER, THREADS = ROUTE_THREADS, WARPS = THREADS / 32;
 // The number of experts whose logits are computed at once: the rows of two MMAs.
 constexpr int EXPERTS = 32;
 // The number of groups of 16 columns whose weights a warp loads before it waits for the previous kernel.

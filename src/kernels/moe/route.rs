@@ -8,7 +8,9 @@ use super::expert_usage::ExpertUsage;
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use super::topk::{Softmax, topk_softmax};
 use crate::kernels::SumOrder;
-use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_CLUSTER, ROUTE_EXPERTS, ROUTE_TOKENS};
+use crate::kernels::constants::{
+    MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_CLUSTER, ROUTE_EXPERTS, ROUTE_THREADS, ROUTE_TOKENS,
+};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, runs_hopper_code};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::rows::add_bias;
@@ -131,7 +133,7 @@ impl RoutedPairs {
             .int(columns)
             .int(experts)
             .int(chosen);
-        let shape = LaunchShape::new((ROUTE_CLUSTER, tokens.div_ceil(ROUTE_CLUSTER), 1), 256);
+        let shape = LaunchShape::new((ROUTE_CLUSTER, tokens.div_ceil(ROUTE_CLUSTER), 1), ROUTE_THREADS);
         // SAFETY: `route` has checked all shapes and dtypes, and the grid covers all tokens.
         unsafe { Launch::new(module!("route"), "route_f32", shape, arguments).overlapping().enqueue(device)? };
         Ok(routed)

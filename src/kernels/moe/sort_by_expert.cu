@@ -4,7 +4,7 @@
 // (mxfp4_tiles.cuh).
 //   ids, sorted, rows: u32 [pairs]
 //   offsets: u32 [experts + 1]; experts <= MAX_EXPERTS
-//   grid: any number of blocks, each of which sorts a share of the pairs; block: 1024
+//   grid: any number of blocks, each of which sorts a share of the pairs; block: SORT_BY_EXPERT_THREADS
 //   bytes moved: 12 · pairs, and 4 · pairs per block, mostly from L2
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -25,7 +25,7 @@ template <typename Use> __device__ __forceinline__ void each_pair(const uint32_t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(SORT_BY_EXPERT_THREADS)
     sort_by_expert(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* rows, int pairs, int experts) {
     // At first, next[e] counts the pairs of expert e in the shares of earlier blocks, and rest[e] counts its other
     // pairs. Later, next[e] is the position in `sorted` of the next pair of expert e from this block's share.

@@ -3,7 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor, bail};
 
-use crate::kernels::constants::MAX_EXPERTS;
+use crate::kernels::constants::{MAX_EXPERTS, SORT_BY_EXPERT_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::scratch;
 
@@ -36,7 +36,7 @@ pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) 
     let (sorted, offsets, rows) = (empty(pairs)?, empty(experts + 1)?, empty(pairs)?);
     let arguments =
         Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.tensor(&rows)?.int(pairs).int(experts);
-    let shape = LaunchShape::linear(pairs.div_ceil(PAIRS_PER_BLOCK).clamp(1, MAX_BLOCKS), 1024);
+    let shape = LaunchShape::linear(pairs.div_ceil(PAIRS_PER_BLOCK).clamp(1, MAX_BLOCKS), SORT_BY_EXPERT_THREADS);
     let launch = Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments).overlapping();
     // SAFETY: the tensors have the sizes that the kernel expects; the caller guarantees valid ids.
     unsafe { launch.enqueue(device)? };

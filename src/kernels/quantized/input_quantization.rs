@@ -4,6 +4,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
 
 use super::quantized_matrix::InputQuantization;
+use crate::kernels::constants::QUANTIZED_ROW_THREADS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::scratch;
 
@@ -36,7 +37,8 @@ fn launch_fake_quantize(
     let arguments =
         Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_quantization(quantization);
     let kernel = format!("fake_quantize_{}", dtype_suffix(x.dtype())?);
-    let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
+    let launch =
+        Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, QUANTIZED_ROW_THREADS), arguments);
     // SAFETY: `x` and `out` have the same shape and dtype, and `scales`, if any, has one scale per token.
     unsafe { launch.enqueue(device)? };
     Ok(out)

@@ -65,7 +65,7 @@ template <typename T> __device__ __forceinline__ void store(T* row, int i, int c
 
 // Dequantizes a matrix.
 //   out: T [rows, columns]
-//   grid: ceil(rows · ceil(columns / 8) / 256); block: 256, one thread per 8 columns
+//   grid: ceil(rows · ceil(columns / 8) / ELEMENT_THREADS); block: ELEMENT_THREADS; one thread per 8 columns
 //   bytes moved: the size of the matrix, plus rows · columns · sizeof(T)
 template <typename T> __device__ void dequantize(const QuantizedStack& weights, T* out, int rows, int columns) {
     const int eights = (columns + 7) / 8, groups = (columns + 31) / 32;
@@ -82,8 +82,8 @@ template <typename T> __device__ void dequantize(const QuantizedStack& weights, 
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
 //   bytes moved: one quantized row per token, plus out
-//   grid: tokens; block: 256
-extern "C" __global__ void __launch_bounds__(256)
+//   grid: tokens; block: QUANTIZED_ROW_THREADS
+extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)
     quantized_embed(const __grid_constant__ QuantizedStack weights, const uint32_t* ids, float* out, int columns,
                     float factor) {
     const int eights = (columns + 7) / 8, groups = (columns + 31) / 32;
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(256)
 //   q: 8-bit values [tokens, padded], with zeros after the last column of x
 //   scales: f32 [tokens]
 //   bytes moved: x twice, q and scales once
-//   grid: tokens; block: 256
+//   grid: tokens; block: QUANTIZED_ROW_THREADS
 template <typename T>
 __device__ void quantize_rows(const T* x, uint8_t* q, float* scales, int columns, int padded,
                               QuantizationArgs quantization) {
@@ -124,7 +124,7 @@ __device__ void quantize_rows(const T* x, uint8_t* q, float* scales, int columns
 //   y: T [tokens, columns]; without `scales`, the values are multiplied by the scale of their row
 //   scales: f32 [tokens] or null
 //   bytes moved: x twice, y once
-//   grid: tokens; block: 256
+//   grid: tokens; block: QUANTIZED_ROW_THREADS
 template <typename T>
 __device__ void fake_quantize(const T* x, T* y, float* scales, int columns, QuantizationArgs quantization) {
     __shared__ float scratch[8];
@@ -143,18 +143,18 @@ __device__ void fake_quantize(const T* x, T* y, float* scales, int columns, Quan
 //   sums: S (int or float) [tokens, rows]
 //   y: f32 [tokens, stride]
 //   bytes moved: sums and y once
-//   grid: (tokens, ceil(rows / 256)); block: 256
+//   grid: (tokens, ceil(rows / QUANTIZED_ROW_THREADS)); block: QUANTIZED_ROW_THREADS
 template <typename S>
 __device__ void rescale(const S* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
     const int row = blockIdx.y * blockDim.x + threadIdx.x, token = blockIdx.x;
     if (row < rows)
         y[(size_t)token * stride + row] = (float)sums[(size_t)token * rows + row] * x_scales[token] * w_scales[row];
 }
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)
     rescale_int(const int* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
     rescale(sums, x_scales, w_scales, y, rows, stride);
 }
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)
     rescale_float(const float* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
     rescale(sums, x_scales, w_scales, y, rows, stride);
 }
@@ -170,16 +170,16 @@ extern "C" __global__ void __launch_bounds__(256)
                                    T* y, int rows, int columns, int per_x, int quantization, float static_scale) {     \
         matvec<T, T>(x, weights, ids, y, rows, columns, rows, per_x, {quantization, static_scale});                    \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)                                                      \
         dequantize_##SUFFIX(const __grid_constant__ QuantizedStack weights, T* out, int rows, int columns) {           \
         dequantize<T>(weights, out, rows, columns);                                                                    \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)                                                \
         quantize_rows_##SUFFIX(const T* x, uint8_t* q, float* scales, int columns, int padded, int quantization,       \
                                float static_scale) {                                                                   \
         quantize_rows<T>(x, q, scales, columns, padded, {quantization, static_scale});                                 \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)                                                \
         fake_quantize_##SUFFIX(const T* x, T* y, float* scales, int columns, int quantization, float static_scale) {   \
         fake_quantize<T>(x, y, scales, columns, {quantization, static_scale});                                         \
     }

@@ -14,7 +14,7 @@ use super::format::{GROUP_COLUMNS, WeightFormat};
 use super::input_quantization::fake_quantize;
 use super::quantized_few_tokens::{self, matmul_few_tokens};
 use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
-use crate::kernels::constants::QUANTIZED_WARPS;
+use crate::kernels::constants::{QUANTIZED_ROW_THREADS, QUANTIZED_WARPS};
 use crate::kernels::launch::{
     Arguments, Launch, LaunchShape, address, dtype_suffix, max_shared_bytes, module, multiprocessors,
 };
@@ -68,7 +68,7 @@ pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale:
     let out = unsafe { scratch::empty((tokens, columns), DType::F32, matrix.device())? };
     let arguments =
         Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
-    let shape = LaunchShape::linear(tokens, 256);
+    let shape = LaunchShape::linear(tokens, QUANTIZED_ROW_THREADS);
     // SAFETY: shapes and dtypes are checked above. The caller must pass valid ids.
     unsafe { Launch::new(module!("quantized_ops"), "quantized_embed", shape, arguments).enqueue(device)? };
     Ok(out)
@@ -263,7 +263,12 @@ impl QuantizedRows {
             .int(padded_columns)
             .input_quantization(quantization);
         let kernel = format!("quantize_rows_{}", dtype_suffix(x.dtype())?);
-        let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
+        let launch = Launch::new(
+            module!("quantized_ops"),
+            kernel,
+            LaunchShape::linear(tokens, QUANTIZED_ROW_THREADS),
+            arguments,
+        );
         // SAFETY: the tensors have the shapes that the kernel expects.
         unsafe { launch.enqueue(device)? };
         Ok(Self { values, scales })
@@ -291,7 +296,7 @@ fn multiply_eight_bit(
         .int(rows)
         .int(output.stride);
     let kernel = if eight_bit_type == EightBitType::Int8 { "rescale_int" } else { "rescale_float" };
-    let shape = LaunchShape::new((tokens, rows.div_ceil(256), 1), 256);
+    let shape = LaunchShape::new((tokens, rows.div_ceil(QUANTIZED_ROW_THREADS), 1), QUANTIZED_ROW_THREADS);
     // SAFETY: `sums` has a row for each token, and `output` has a column for each row of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }

@@ -4,9 +4,9 @@
 // Adds values such as logit biases to logits: logits[row, token] += value.
 //   logits: f32 [rows, vocab]
 //   edits: u32 [count, 3]: row, token, the bits of the f32 value; each token occurs at most once per row
-//   grid: ceil(count / 256); block: 256
+//   grid: ceil(count / ELEMENT_THREADS); block: ELEMENT_THREADS
 //   bytes moved: 20 · count
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
     edit_logits(float* logits, const uint32_t* edits, int count, int vocab) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
@@ -17,9 +17,9 @@ extern "C" __global__ void __launch_bounds__(256)
 //   logits: f32 [rows, vocab]
 //   masked: u32 [count], the rows of logits to change; each row occurs at most once
 //   masks: u32 [count, ceil(vocab / 32)]; bit i of word w: whether token 32 · w + i is allowed
-//   grid: (ceil(vocab / 256), count); block: 256
+//   grid: (ceil(vocab / ELEMENT_THREADS), count); block: ELEMENT_THREADS
 //   bytes moved: at most (4 + 1/8) · vocab · count
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
     mask_logits(float* logits, const uint32_t* masked, const uint32_t* masks, int vocab) {
     const int id = blockIdx.x * blockDim.x + threadIdx.x;
     if (id >= vocab) return;

@@ -4,7 +4,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::token_mask::TokenMask;
-use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAX_LOGPROBS, SAMPLE_THREADS};
+use crate::kernels::constants::{ELEMENT_THREADS, LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAX_LOGPROBS, SAMPLE_THREADS};
 use crate::kernels::launch::{Arguments, HostMailbox, HostWordRange, Launch, LaunchShape, MailboxSlots, module};
 
 /// A value to add to one logit, such as a logit bias.
@@ -60,7 +60,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let bits: Vec<u32> = masks.iter().flat_map(|(_, mask)| mask.words()).copied().collect();
     let bits = Tensor::from_vec(bits, (masks.len(), words), logits.device())?;
     let arguments = Arguments::new().tensor(logits)?.tensor(&masked)?.tensor(&bits)?.int(vocab);
-    let shape = LaunchShape::new((vocab.div_ceil(256), masks.len(), 1), 256);
+    let shape = LaunchShape::new((vocab.div_ceil(ELEMENT_THREADS), masks.len(), 1), ELEMENT_THREADS);
     let launch = Launch::new(module!("logits"), "mask_logits", shape, arguments);
     // SAFETY: every masked row is within the bounds of `logits`, and every mask has a bit for each token.
     unsafe { launch.enqueue(device) }

@@ -1,4 +1,5 @@
-// Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the CPU reference.
+// Edits rows of logits before tokens are chosen: adds values and applies penalties (edit_rows), or only applies
+// penalties (apply_penalties). `RowEdits::apply` in row_edits.rs is the CPU reference.
 #include "sampling/sampling.cuh"
 
 // Adds values to the logits of a row (logit biases, or -inf for forbidden tokens), then applies the row's penalties.
@@ -44,9 +45,9 @@ extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]
 //   seen: u32 [count, 3]: row, token, how often the token was generated; each token occurs at most once per row
-//   grid: ceil(count / 256); block: 256
+//   grid: ceil(count / ELEMENT_THREADS); block: ELEMENT_THREADS
 //   bytes moved: 20 · count
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
     apply_penalties(float* logits, const uint32_t* param_words, const uint32_t* seen, int count, int vocab) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
