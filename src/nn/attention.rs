@@ -197,8 +197,8 @@ impl Attention {
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
     ///
-    /// x is `[tokens, hidden]`. Returns this rank's part of the output for the tokens that `rows` selects,
-    /// `[rows, hidden]`, in the form `form`. If the rank holds no heads, its part is zeros in f32.
+    /// x is `[tokens, hidden]`. Returns this rank's partial result for the tokens that `rows` selects,
+    /// `[rows, hidden]`, in the form `form`. If the rank holds no heads, its partial result is zeros in f32.
     pub(super) fn forward(
         &self,
         x: &Tensor,

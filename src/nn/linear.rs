@@ -56,14 +56,14 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// Loads several projections of the same input as one layer. `parts` are their weights and output sizes.
-    pub fn load_stacked(parts: &[(Weights, usize)], input: usize, bias: Bias) -> Result<Self> {
-        let weight = Weights::matrix(parts, "weight", input)?;
+    /// Loads several projections of the same input as one layer. `stack` has their weights and output sizes.
+    pub fn load_stacked(stack: &[(Weights, usize)], input: usize, bias: Bias) -> Result<Self> {
+        let weight = Weights::matrix(stack, "weight", input)?;
         let biases = match bias {
             Bias::Without => Vec::new(),
             Bias::With => {
                 let load = |(weights, output): &(Weights, usize)| weights.vector("bias", *output, DType::F32);
-                parts.iter().map(load).collect::<Result<Vec<_>>>()?
+                stack.iter().map(load).collect::<Result<Vec<_>>>()?
             }
         };
         let bias = match biases.as_slice() {
@@ -96,7 +96,7 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to this rank's part of the output: x·Wᵀ, where x and W have only this rank's columns.
+    /// Maps x `[tokens, in]` to this rank's partial result: x·Wᵀ, where x and W have only this rank's columns.
     /// `form` determines the dtype, and whether the product may consist of several parts.
     /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_partial(
@@ -156,7 +156,7 @@ impl Linear {
     }
 
     /// Maps x `[tokens, in]` to x·Wᵀ + b, f32 `[tokens, out]`.
-    /// x must have the dtype of the weight's dense parts. If all parts are quantized, x may have any float dtype.
+    /// x must have the dtype of the dense matrices of the weight. If all are quantized, x may have any float dtype.
     pub fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         self.forward_into(x, sum_order, None)
     }

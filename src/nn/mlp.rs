@@ -41,7 +41,7 @@ impl Mlp {
         }
     }
 
-    /// Maps x `[tokens, hidden]` to this rank's part of the output, `[tokens, hidden]`.
+    /// Maps x `[tokens, hidden]` to this rank's partial result, `[tokens, hidden]`.
     pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x, sum_order, form),

@@ -131,7 +131,7 @@ impl GatedMoe {
         (self.gate_up_proj.bytes() + self.down_proj.bytes()) / self.config.experts as u64
     }
 
-    /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, f32 `[tokens, hidden]`.
+    /// Maps x, f32 `[tokens, hidden]`, to this rank's partial result, f32 `[tokens, hidden]`.
     pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         if self.down_proj.dims()?.2 == 0 {
             return Ok(x.zeros_like()?);
@@ -182,7 +182,7 @@ pub struct ClampedMoeConfig {
 /// The MoE layer of gpt-oss. The experts have MXFP4 or float weights, biases, and a clamped SwiGLU.
 /// In `gate_up_proj`, gate rows and up rows alternate.
 pub struct ClampedMoe {
-    /// The router. It is f32, because a rounding error could send a token to another expert.
+    /// The router, in f32 like that of [`GatedMoe`].
     pub(crate) router: Linear,
     /// The gate_proj and up_proj weights of all experts, `[experts, 2 * intermediate, hidden]`.
     pub(crate) gate_up_proj: ExpertWeights,
@@ -233,7 +233,7 @@ impl ClampedMoe {
         &self.usage
     }
 
-    /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, `[tokens, hidden]`.
+    /// Maps x, f32 `[tokens, hidden]`, to this rank's partial result, `[tokens, hidden]`.
     pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<PartialRows> {
         if self.down_proj.dims()?.2 == 0 {
             return Ok(PartialRows::Summed(x.zeros_like()?));

@@ -37,7 +37,7 @@ pub(crate) enum PartialRows {
 impl PartialRows {
     /// Returns the rows as one tensor. The sum of expert outputs has the dtype of the outputs if `form` is `Rounded`,
     /// otherwise f32.
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA use `form`"))]
     fn summed(self, form: PartialForm) -> Result<Tensor> {
         match self {
             Self::Summed(rows) => Ok(rows),

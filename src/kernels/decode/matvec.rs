@@ -83,9 +83,9 @@ impl Arguments {
     pub(super) fn weight(self, weight: &Matrix) -> Result<Self> {
         match weight {
             Matrix::Dense(weight) => self.tensor(weight),
-            Matrix::Quantized(parts) => self.stack(parts),
+            Matrix::Quantized(stack) => self.stack(stack),
             Matrix::Concatenated(_) => {
-                bail!("cannot plan a decode step: no single kernel supports all parts of a weight")
+                bail!("cannot plan a decode step: no single kernel supports all matrices of a fused weight")
             }
         }
     }
@@ -101,7 +101,7 @@ impl Arguments {
     }
 
     /// Adds the arguments that specify how to quantize the input of a quantized weight, or nothing for a dense weight.
-    /// Fails if the parts of the weight quantize their input differently.
+    /// Fails if the matrices of the weight quantize their input differently.
     pub(super) fn quantization_of(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(quantization) = weight.input_quantization() else {
