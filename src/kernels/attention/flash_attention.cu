@@ -128,13 +128,13 @@ struct RowTile {
     int first_token, tokens;  // the index in q of the sequence's first token, and the number of its tokens in q
 };
 
-// Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
+// Returns the row tile of this thread block. If `row_tiles` is null, all sequences have `tokens` tokens.
 // Unless a sliding window limits the keys, the last row tiles of a sequence have the most, so they should start first.
-// If `tiles` is null, thread blocks therefore take the row tiles in reverse order.
-// `tiles` already begins with the row tiles that have the most keys.
-template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* tiles, int tokens, int group) {
-    if (tiles) {
-        const uint4 tile = __ldg(tiles + blockIdx.y);
+// If `row_tiles` is null, thread blocks therefore take the row tiles in reverse order.
+// `row_tiles` already begins with the row tiles that have the most keys.
+template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* row_tiles, int tokens, int group) {
+    if (row_tiles) {
+        const uint4 tile = __ldg(row_tiles + blockIdx.y);
         return {(int)tile.x, (int)tile.y, (int)tile.z, (int)tile.w};
     }
     const int each = (tokens * group + C::ROWS - 1) / C::ROWS, index = gridDim.y - 1 - blockIdx.y;
@@ -144,7 +144,7 @@ template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uin
 
 // The key tiles of this team: begin, begin + TEAMS, and so on, up to but not including end.
 // Key tile 0 starts at position `oldest`. `newest` is the last position that is visible to the row tile.
-struct Keys {
+struct TeamTiles {
     int oldest, newest, begin, end;
 };
 
@@ -157,16 +157,17 @@ struct Keys {
 // a weight of zero times NaN is NaN.
 // A key tile has at most BLOCK_TOKENS keys, so it spans at most two blocks of the KV cache.
 template <typename T, typename C>
-__device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
-                                                     int stage, const uint32_t* table, int kv_heads, int kv_head) {
+__device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const TeamTiles& team_tiles,
+                                                     int tile, int stage, const uint32_t* table, int kv_heads,
+                                                     int kv_head) {
     static_assert(C::KEYS <= BLOCK_TOKENS);
-    if (tile < keys.end) {
+    if (tile < team_tiles.end) {
         constexpr uint32_t SEGMENTS = C::D / 8, COPIES = C::KEYS * SEGMENTS, THREADS = C::TEAM_THREADS;
-        const uint32_t key = keys.oldest + tile * C::KEYS, newest = keys.newest, block = key / BLOCK_TOKENS;
+        const uint32_t key = team_tiles.oldest + tile * C::KEYS, newest = team_tiles.newest, block = key / BLOCK_TOKENS;
         const uint32_t last_block = min(key + C::KEYS - 1, newest) / BLOCK_TOKENS;
         const uint32_t first_row = __ldg(table + block) * BLOCK_TOKENS;
         const uint32_t last_row = __ldg(table + last_block) * BLOCK_TOKENS;
-        const uint32_t thread = threadIdx.x % THREADS, left = keys.newest - key;
+        const uint32_t thread = threadIdx.x % THREADS, left = team_tiles.newest - key;
         const uint32_t row_elements = kv_heads * C::D;
         const uint32_t to = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS);
 #pragma unroll
@@ -407,11 +408,11 @@ __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloa
             const int row = warp_row + m * 16 + lane / 4 + 8 * h;
             if (row >= rows.count) continue;
             if (splits == 1) {
-                const float share = normalizer(maxima[m][h], totals[m][h], row_sinks[row]);
+                const float factor = normalizer(maxima[m][h], totals[m][h], row_sinks[row]);
                 T* const to = out + rows.element(row) + lane % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < C::D / 8; ++n) {
-                    store_pair(to + n * 8, sums[m][n][2 * h] * share, sums[m][n][2 * h + 1] * share);
+                    store_pair(to + n * 8, sums[m][n][2 * h] * factor, sums[m][n][2 * h + 1] * factor);
                 }
             } else {
 #pragma unroll
@@ -455,12 +456,12 @@ __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats
             const float2 part = merge_maxima[t * C::ROWS + row];
             const float* from = merge_sums + (t * C::ROWS + row) * C::MERGE_STRIDE + column;
             const float2 sum = *reinterpret_cast<const float2*>(from);
-            const float share = exp2_fast(part.x - base);
-            total += part.y * share, x += sum.x * share, y += sum.y * share;
+            const float weight = exp2_fast(part.x - base);
+            total += part.y * weight, x += sum.x * weight, y += sum.y * weight;
         }
         if (splits == 1) {
-            const float share = normalizer(maximum, total, row_sinks[row]);
-            store_pair(out + rows.element(row) + column, x * share, y * share);
+            const float factor = normalizer(maximum, total, row_sinks[row]);
+            store_pair(out + rows.element(row) + column, x * factor, y * factor);
         } else {
             store_partial<C>(partial, row, column, x, y, maximum, total);
         }
@@ -489,12 +490,12 @@ __device__ __forceinline__ void combine_splits(const float* partials, int splits
             maximum = high, total *= keep, x *= keep, y *= keep;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
-                const float share = first + z < splits ? exp2_fast(parts[z].x - base) : 0.0f;
-                total += parts[z].y * share, x += values[z].x * share, y += values[z].y * share;
+                const float weight = first + z < splits ? exp2_fast(parts[z].x - base) : 0.0f;
+                total += parts[z].y * weight, x += values[z].x * weight, y += values[z].y * weight;
             }
         }
-        const float share = normalizer(maximum, total, row_sinks[row]);
-        store_pair(out + rows.element(row) + column, x * share, y * share);
+        const float factor = normalizer(maximum, total, row_sinks[row]);
+        store_pair(out + rows.element(row) + column, x * factor, y * factor);
     }
 }
 
@@ -528,20 +529,21 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // start to load them.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
-    const int tiles = (newest - oldest) / C::KEYS + 1;
-    const int share = max(min_tiles, (tiles + (int)gridDim.z - 1) / (int)gridDim.z);
-    if (split * share >= tiles) return;
-    const int splits = (tiles + share - 1) / share;
-    const Keys keys = {oldest, newest, split * share + team, min(tiles, split * share + share)};
+    const int key_tiles = (newest - oldest) / C::KEYS + 1;
+    const int split_tiles = max(min_tiles, (key_tiles + (int)gridDim.z - 1) / (int)gridDim.z);
+    if (split * split_tiles >= key_tiles) return;
+    const int splits = (key_tiles + split_tiles - 1) / split_tiles;
+    const TeamTiles team_tiles = {oldest, newest, split * split_tiles + team,
+                                  min(key_tiles, split * split_tiles + split_tiles)};
 
     T* const query_tile = reinterpret_cast<T*>(shared);
     T* const pipeline = reinterpret_cast<T*>(shared + C::QUERY_BYTES) + team * C::STAGES * 2 * C::KEY_ELEMENTS;
     const auto load = [&](int tile, int stage) {
-        load_keys_and_values<T, C>(k, v, pipeline, keys, tile, stage, table, kv_heads, kv_head);
+        load_keys_and_values<T, C>(k, v, pipeline, team_tiles, tile, stage, table, kv_heads, kv_head);
     };
 #pragma unroll
     for (int stage = 0; stage < C::STAGES - 1; ++stage) {
-        const int tile = keys.begin + stage * C::TEAMS;
+        const int tile = team_tiles.begin + stage * C::TEAMS;
         if (oldest + tile * C::KEYS + C::KEYS > position) pdl_wait();  // the tile includes keys of this step
         load(tile, stage);
     }
@@ -577,7 +579,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const uint32_t k_lane = ((lane % 8 + lane / 16 * 8) * C::STRIDE + lane / 8 % 2 * 8) * sizeof(T);
     const uint32_t v_lane = (C::KEY_ELEMENTS + (lane % 16) * C::STRIDE + lane / 16 * 8) * sizeof(T);
     int stage = 0;
-    for (int tile = keys.begin; tile < keys.end; tile += C::TEAMS) {
+    for (int tile = team_tiles.begin; tile < team_tiles.end; tile += C::TEAMS) {
         wait_for_copies<C::STAGES - 2>();
         if constexpr (C::WARPS > 1)
             __syncthreads();

@@ -171,7 +171,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 
 // Computes x += Σ routing weight · (down(h) + bias) over the chosen experts.
 //   x: f32 [rows]
-//   m: if m.ranks > 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
+//   mailboxes: with several ranks, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
 //   weights: [experts, rows, columns] in grouped tiles, with rows 4t to 4t + 3 at positions 2t, 2t + 1, 2t + 8, 2t + 9
@@ -182,7 +182,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   bytes moved: 17/32 · rows · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
                                     const float* bias, int experts, int chosen, int rows, int columns,
-                                    const Mailboxes& m) {
+                                    const Mailboxes& mailboxes) {
     extern __shared__ uint4 inputs[];
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
@@ -191,7 +191,7 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
-    const Sender sender(m);
+    const Sender sender(mailboxes);
     __syncthreads();
     TileStream<DECODE_DOWN_SPLITS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, split, lane);
     const int row = tile * 16 + threadIdx.x;
@@ -239,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
 extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_SPLITS * DECODE_DOWN_MAX_CHOSEN, 2)
     decode_down_mxfp4(float* x, const __half* h, const float* logits, const uint8_t* blocks, const uint8_t* scales,
                       const float* bias, int experts, int chosen, int rows, int columns,
-                      const __grid_constant__ Mailboxes m) {
-    decode_down_experts(x, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns, m);
+                      const __grid_constant__ Mailboxes mailboxes) {
+    decode_down_experts(x, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns,
+                        mailboxes);
 }

@@ -119,14 +119,14 @@ struct ChosenGroups {
 //   logits: f32 [experts]
 //   weight: T [experts, rows, columns], or one quantized matrix
 //   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
-//   m: if m.ranks > 1, the new values of x are sent to all ranks instead of stored (see Sender in exchange.cuh)
+//   mailboxes: with several ranks, the new values of x are sent to all ranks instead of stored (see Sender)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
 // Each unit is one long row.
 template <typename T>
 __device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
-                                   int rows, int columns, int over_all, const Mailboxes& m) {
+                                   int rows, int columns, int over_all, const Mailboxes& mailboxes) {
     extern __shared__ float4 shared[];
     __shared__ Routing routing;
     const int segments = columns / 8;
@@ -134,7 +134,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     // Reading the router logits before pdl_wait() is safe: only the previous kernel, which computes h, can still be
     // running (see headers/pdl.cuh). The router kernel before it has ended.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
-    const Sender sender(m);
+    const Sender sender(mailboxes);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
     const auto row = [=](int unit, int) {
@@ -206,16 +206,15 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
 template <typename T>
 __device__ void quantized_routed_down(float* x, const T* h, const float* logits, const QuantizedStack& weight,
                                       int experts, int chosen, int rows, int columns, int over_all,
-                                      QuantizationArgs quantization, const Mailboxes& m) {
+                                      QuantizationArgs quantization, const Mailboxes& mailboxes) {
     extern __shared__ float4 vector[];
     __shared__ float factors[MAX_CHOSEN_EXPERTS];
     __shared__ Routing routing;
     const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
     const QuantizedInput input(vector, weight, groups);
-    // Reading the router logits before pdl_wait() is safe: only the previous kernel, which computes h, can still be
-    // running (see headers/pdl.cuh). The router kernel before it has ended.
+    // Reading the router logits before pdl_wait() is safe, as in decode_routed_down.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
-    const Sender sender(m);
+    const Sender sender(mailboxes);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);
     const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
@@ -242,8 +241,8 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_routed_down_##SUFFIX(float* x, const T* h, const float* logits, const T* weight, int experts,           \
                                     int chosen, int rows, int columns, int over_all,                                   \
-                                    const __grid_constant__ Mailboxes m) {                                             \
-        decode_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all, m);                      \
+                                    const __grid_constant__ Mailboxes mailboxes) {                                     \
+        decode_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all, mailboxes);              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_routed_gate_up_##SUFFIX(const float* x, const float* norm,                                           \
@@ -257,9 +256,9 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
         quantized_routed_down_##SUFFIX(float* x, const T* h, const float* logits,                                      \
                                        const __grid_constant__ QuantizedStack weight, int experts, int chosen,         \
                                        int rows, int columns, int over_all, int quantization, float static_scale,      \
-                                       const __grid_constant__ Mailboxes m) {                                          \
+                                       const __grid_constant__ Mailboxes mailboxes) {                                  \
         quantized_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all,                       \
-                                 {quantization, static_scale}, m);                                                     \
+                                 {quantization, static_scale}, mailboxes);                                             \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

@@ -120,7 +120,7 @@ __device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second
     return sendable_pair(*reinterpret_cast<const uint32_t*>(&pair));
 }
 __device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint32_t word) {
-    // The bits of a bf16 value are the high half of the bits of the equal f32 value.
+    // Converts the values as `unpack` does (headers/common.cuh).
     first += __uint_as_float(word << 16);
     second += __uint_as_float(word & 0xffff0000u);
 }

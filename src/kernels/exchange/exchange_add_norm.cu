@@ -234,13 +234,14 @@ __device__ void exchange_add_norm(const float* x, const Partial& partial, const 
     // Otherwise, all ranks could wait for each other forever. For a row, a block waits only for blocks that handle the
     // same row, and these send their addends for it before they wait for any later row.
     for (int round = 0;; ++round) {
-        const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x, last = previous - gridDim.x;
-        if (last >= rows_of(0)) break;
+        const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x;
+        const int before_previous = previous - gridDim.x;
+        if (before_previous >= rows_of(0)) break;
         send_addends(row);
         if (round == 0)
             operation.prepare_next(blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, 2 * addend_words);
         if (round >= 1 && previous < rows_of(mailboxes.rank)) compute(previous, round % 2);
-        if (round >= 2) receive_norms(last);
+        if (round >= 2) receive_norms(before_previous);
     }
 }
 

@@ -198,8 +198,7 @@ impl GpuExchange {
         let arguments =
             arguments.optional(bias)?.tensor(weight)?.tensor(&in_range(sum)?)?.tensor(&in_range(normed)?)?;
         let arguments = arguments.value(self.raw(range.len(), 1), []);
-        // `rows` is the largest number of rows that a rank computes.
-        let (arguments, rows) = match kernel {
+        let (arguments, most_rows) = match kernel {
             UpdateKernel::OwnRows => (arguments, share(range.len(), 1, 0, self.mailboxes.len()).len()),
             UpdateKernel::AllRowsRounded | UpdateKernel::AllRowsExact => (arguments.int(range.len()), range.len()),
         };
@@ -209,14 +208,14 @@ impl GpuExchange {
             PartialResult::ProductParts(parts) => arguments.int(parts.dim(0)?).int(x.elem_count()),
             PartialResult::Experts { weights, .. } => arguments.int(weights.dim(1)?),
         };
-        let (segments, shape) = self.row_shape(partial, rows, columns);
+        let (segments, shape) = self.row_shape(partial, most_rows, columns);
         let name = kernel.name(partial, dtype, segments)?;
         Ok(Launch::new(module!("exchange_add_norm"), name, shape, arguments.float(eps)))
     }
 
     /// Returns the maximum number of segments of a row, with which the kernel's name ends, and the launch shape.
-    /// `rows` is the largest number of rows that a rank computes.
-    fn row_shape(&self, partial: PartialResult, rows: usize, columns: usize) -> (usize, LaunchShape) {
+    /// `most_rows` is the largest number of rows that a rank computes.
+    fn row_shape(&self, partial: PartialResult, most_rows: usize, columns: usize) -> (usize, LaunchShape) {
         let (segments, threads) = match columns {
             ..=SEGMENT_COLUMNS => (1, columns.div_ceil(8).next_multiple_of(32)),
             _ => (EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS),
@@ -229,7 +228,7 @@ impl GpuExchange {
             }
             _ => self.max_blocks(),
         };
-        (segments, LaunchShape::linear(rows.clamp(1, blocks), threads))
+        (segments, LaunchShape::linear(most_rows.clamp(1, blocks), threads))
     }
 
     /// Collects the rows of all ranks in a new tensor, f32 `[rows, columns]`. `x` is a divided result of

@@ -236,7 +236,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
 #endif
 }
 
-#define DEFINE(T, SUFFIX, TOKENS)                                                                                      \
+#define DEFINE_PLAIN(T, SUFFIX, TOKENS)                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         dense_wgmma_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,      \
                                         float* y, int rows, int columns, int tokens, int tile_rows) {                  \
@@ -258,22 +258,16 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         dense_wgmma<T, TOKENS, ProductKind::Logits>(w, x, y, rows, columns, tokens, tile_rows,                         \
                                                     {0, best, skips_logits, first_id});                                \
     }
+#define DEFINE_KINDS(T, SUFFIX, TOKENS)                                                                                \
+    DEFINE_PLAIN(T, SUFFIX, TOKENS)                                                                                    \
+    DEFINE_GATED(T, SUFFIX, TOKENS)                                                                                    \
+    DEFINE_LOGITS(T, SUFFIX, TOKENS)
 #define DEFINE_SIZES(T, SUFFIX)                                                                                        \
-    DEFINE(T, SUFFIX, 16)                                                                                              \
-    DEFINE(T, SUFFIX, 32)                                                                                              \
-    DEFINE(T, SUFFIX, 64)                                                                                              \
-    DEFINE(T, SUFFIX, 96)                                                                                              \
-    DEFINE(T, SUFFIX, 128)                                                                                             \
-    DEFINE_GATED(T, SUFFIX, 16)                                                                                        \
-    DEFINE_GATED(T, SUFFIX, 32)                                                                                        \
-    DEFINE_GATED(T, SUFFIX, 64)                                                                                        \
-    DEFINE_GATED(T, SUFFIX, 96)                                                                                        \
-    DEFINE_GATED(T, SUFFIX, 128)                                                                                       \
-    DEFINE_LOGITS(T, SUFFIX, 16)                                                                                       \
-    DEFINE_LOGITS(T, SUFFIX, 32)                                                                                       \
-    DEFINE_LOGITS(T, SUFFIX, 64)                                                                                       \
-    DEFINE_LOGITS(T, SUFFIX, 96)                                                                                       \
-    DEFINE_LOGITS(T, SUFFIX, 128)
+    DEFINE_KINDS(T, SUFFIX, 16)                                                                                        \
+    DEFINE_KINDS(T, SUFFIX, 32)                                                                                        \
+    DEFINE_KINDS(T, SUFFIX, 64)                                                                                        \
+    DEFINE_KINDS(T, SUFFIX, 96)                                                                                        \
+    DEFINE_KINDS(T, SUFFIX, 128)
 static_assert(DENSE_WGMMA_TOKENS[0] == 16 && DENSE_WGMMA_TOKENS[1] == 32 && DENSE_WGMMA_TOKENS[2] == 64 &&
                   DENSE_WGMMA_TOKENS[3] == 96 && DENSE_WGMMA_TOKENS[4] == 128 &&
                   sizeof(DENSE_WGMMA_TOKENS) == 5 * sizeof(int),

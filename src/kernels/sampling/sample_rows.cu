@@ -26,9 +26,10 @@ struct Row {
     const float* logits;
     int vocab;
     int start, end;  // the first id of this block, a multiple of 4, and the id after its last one
-    float best, inverse_temperature;
-    uint32_t top;     // the key of the largest logit
-    float bin_scale;  // the number of bins per unit of logits
+    float inverse_temperature;
+    float best = 0.0f;       // the largest logit
+    uint32_t top = 0;        // its key
+    float bin_scale = 0.0f;  // the number of bins per unit of logits
 
     // Returns the logits of tokens id to id + 3, or NaN for tokens that are not below `end`. `id` is a multiple of 4.
     // ALIGNED requires that the row is aligned to 16 bytes and that `end` is a multiple of 4.
@@ -184,12 +185,16 @@ __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, 
 
 // Shared memory of `cutoff`.
 struct CutoffMemory {
-    unsigned long long
-        bins[SAMPLE_THREADS];        // the mass or the number of this block's tokens in each bin (see Row::bin)
-    uint32_t keys[MAX_KEYS_IN_BIN];  // this block's keys in the chosen bin, in any order
-    uint32_t count;                  // the number of these keys; can exceed MAX_KEYS_IN_BIN
-    int bin;                         // the chosen bin
-    unsigned long long all, rest;    // the sum of the bins of all blocks, and the part of the target in the chosen bin
+    // The mass or the number of this block's tokens in each bin (see Row::bin).
+    unsigned long long bins[SAMPLE_THREADS];
+    // This block's keys in the chosen bin, in any order.
+    uint32_t keys[MAX_KEYS_IN_BIN];
+    // The number of these keys. It can exceed MAX_KEYS_IN_BIN.
+    uint32_t count;
+    // The chosen bin.
+    int bin;
+    // The sum of the bins of all blocks, and the part of the target in the chosen bin.
+    unsigned long long all, rest;
 };
 
 // Returns the result of `threshold` for the keys of all tokens, or 0 if the tokens together do not reach the target.
@@ -405,8 +410,8 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
         if (mailbox != nullptr) mailbox[row_index] = token == NO_TOKEN ? MAILBOX_NO_TOKEN : token + 1;
     };
     const int block_ids = (vocab + 4 * BLOCKS - 1) / (4 * BLOCKS) * 4, start = min(rank * block_ids, vocab);
-    Row row{logits + (size_t)row_index * vocab,      vocab, start, min(start + block_ids, vocab), 0.0f,
-            1.0f / fmaxf(params.temperature, 1e-6f), 0,     0.0f};
+    const int end = min(start + block_ids, vocab);
+    Row row{logits + (size_t)row_index * vocab, vocab, start, end, 1.0f / fmaxf(params.temperature, 1e-6f)};
 
     // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
     find_extremes<BLOCKS>(row, extremes);
@@ -431,10 +436,10 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     // cumulative mass follows the order of the ids.
     constexpr int WARPS = SAMPLE_THREADS / 32;
     const int warp = threadIdx.x / 32;
-    const int small =
-        (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // the ids in a small range of step 4
-    const int first_id = row.start + warp * WARPS * small;
-    const RangeMasses masses = range_masses(row, kept, first_id, WARPS * small, warps);
+    // The number of ids in a small range of step 4.
+    const int small_range_ids = (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;
+    const int first_id = row.start + warp * WARPS * small_range_ids;
+    const RangeMasses masses = range_masses(row, kept, first_id, WARPS * small_range_ids, warps);
     const BlockMasses blocks = sum_blocks<BLOCKS>(masses.all, rank);
     const unsigned long long point = random_point(params, params.sampled_before, blocks.all);
 
@@ -442,8 +447,8 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     // one per warp. Its first warp searches the small range that contains the point.
     if (point < blocks.before || point - blocks.before >= masses.all) return;
     const PointInRange range = find_range(point - blocks.before, masses, first_id, point_in_range);
-    const int small_id = range.first_id + warp * small;
-    const RangeMasses small_masses = range_masses(row, kept, small_id, small, warps);
+    const int small_id = range.first_id + warp * small_range_ids;
+    const RangeMasses small_masses = range_masses(row, kept, small_id, small_range_ids, warps);
     const PointInRange small_range = find_range(range.point, small_masses, small_id, point_in_range);
     if (warp > 0) return;
     const uint32_t token = token_at(row, kept, small_range);
