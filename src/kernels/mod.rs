@@ -5,7 +5,7 @@
 //!   On a CPU, the operation runs plain Rust code in f32 (often named `reference`) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The operations of `decode`, `exchange` and `step_inputs` run only on a GPU.
+//! The operations of `bandwidth`, `decode`, `exchange` and `step_inputs` run only on a GPU.
 //! The kernels of `sampling` also run only on a GPU. On a CPU, `RowEdits` and `TokenMask` edit and mask logits.
 //! Of the public operations of `moe`, those of `expert_mlp`, `mxfp4_tiles` and `route` also run only on a GPU.
 //! Tests compare the operations that run only on a GPU with other implementations of the same operations.

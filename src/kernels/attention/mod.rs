@@ -3,6 +3,13 @@
 //! A sink is a learned logit per head that takes part in the softmax but has no value vector.
 //! The reference for sinks is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 //! With a sliding window of w keys, position i attends to the positions max(0, i-w+1) ..= i.
+//!
+//! - `backend`: the implementations of attention, and the choice among them
+//! - `flash_attention`, `tile_kernel`: attention on tensor cores, and the choice of its kernel
+//! - `eager_attention`: attention without tensor cores, and the reference on the CPU
+//! - `candle_flash_attn`: attention with the crate candle-flash-attn
+//! - `rope`: splits the output of the QKV projection, rotates q and k, and writes k and v to the KV cache
+//! - `paged`: the KV cache as blocks; `inputs`, `shape`, `mask`: the inputs, sizes and mask of attention
 
 mod backend;
 #[cfg(feature = "flash-attn")]
@@ -40,7 +47,7 @@ pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<T
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, .. } = inputs;
     let shape = AttentionShape::of_inputs(inputs)?;
     let AttentionShape { tokens, heads, head_dim, .. } = shape;
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA use `backend`"))]
     let backend = backend
         .choose(q.device().is_cuda(), q.dtype(), head_dim, mask.softcap)
         .map_err(|reason| candle_core::Error::msg(format!("cannot compute attention with '{backend}': {reason}")))?;

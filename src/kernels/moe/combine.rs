@@ -10,7 +10,7 @@ use crate::kernels::unsupported;
 ///
 /// - y: f32, f16 or bf16 `[tokens, chosen, columns]`
 /// - routing_weights: f32 `[tokens, chosen]`
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA use `columns`"))]
 pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
     let (tokens, chosen, columns) = y.dims3()?;
     if routing_weights.dims() != [tokens, chosen] || routing_weights.dtype() != DType::F32 {

@@ -3,7 +3,7 @@
 //! - `sample_rows`: samples a token from each row of logits
 //! - `best_logits`: finds candidates for the largest logit of each row, and chooses tokens greedily from them
 //! - `logits`: edits and masks logits, and computes log probabilities
-//! - `row_edits`: adds values to the logits of queued steps, then applies penalties
+//! - `row_edits`: adds values to the logits of queued steps, then applies penalties; also applies penalties alone
 //! - `token_mask`: a set of allowed tokens
 //!
 //! The decode graph has its own sampling kernel (`decode/sample.cu`), which takes the same parameters.
