@@ -33,8 +33,13 @@ pub fn add_norm(
     let (tokens, columns) = x.dims2()?;
     let (y, y_bias) = (y.map(|y| y.parts), y.and_then(|y| y.bias));
     let tensors = [Some(x), y, y_bias, Some(weight), bias].into_iter().flatten();
-    let shapes_match = y.is_none_or(|y| y.dims() == [y.dims()[0].clamp(1, MAX_PRODUCT_PARTS), tokens, columns])
-        && [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
+    let y_matches = match y.map(Tensor::dims) {
+        None => true,
+        Some(&[1..=MAX_PRODUCT_PARTS, y_tokens, y_columns]) => (y_tokens, y_columns) == (tokens, columns),
+        Some(_) => false,
+    };
+    let shapes_match =
+        y_matches && [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
     if !shapes_match || tensors.into_iter().any(|tensor| tensor.dtype() != DType::F32) {
         let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
         let (bias, y_bias) = (bias.map(Tensor::dims), y_bias.map(Tensor::dims));

@@ -73,7 +73,7 @@ pub fn split_qkv(inputs: SplitQkvInputs) -> Result<Tensor> {
     match inputs.qkv.device() {
         Device::Cpu => split_qkv_on_cpu(inputs),
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => on_gpu::split_qkv(device, inputs),
+        Device::Cuda(device) => with_cuda::split_qkv(device, inputs),
         _ => crate::kernels::unsupported("split_qkv", inputs.qkv),
     }
 }
@@ -198,7 +198,7 @@ fn reference(
 
 /// Chooses and launches a kernel of `rope.cu`.
 #[cfg(feature = "cuda")]
-mod on_gpu {
+mod with_cuda {
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::{Result, Tensor};
 

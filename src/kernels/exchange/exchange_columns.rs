@@ -41,7 +41,7 @@ impl GpuExchange {
             let rows = max_rows.min(rows - start);
             let launch = self.columns_launch(&from.narrow(0, start, rows)?, &out.narrow(0, start, rows)?)?;
             // In a step on a batch graph, the ranks exchange all logits with this operation after the graph.
-            // If the step needs only the largest logits, the graph itself contains the operation.
+            // If the step needs only the best logits, the graph itself contains the operation.
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue_after_graph(launch)? };
         }

@@ -268,6 +268,7 @@ impl GpuExchange {
     }
 }
 
+#[deny(unconditional_recursion)]
 impl Exchange for GpuExchange {
     fn can_queue(&self) -> bool {
         !self.shares_gpu || self.is_capturing()
@@ -279,7 +280,8 @@ impl Exchange for GpuExchange {
     }
 
     // The files `exchange_*.rs` define the operations as functions of `GpuExchange` with the same names.
-    // A path that starts with `GpuExchange::` means these functions, not the functions of the trait.
+    // A path that starts with `GpuExchange::` means these functions, not the functions of the trait. Without the
+    // function of `GpuExchange`, the path would mean the function of the trait, which would call itself.
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
         GpuExchange::sum(self, x)

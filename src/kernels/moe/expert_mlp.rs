@@ -17,7 +17,7 @@ use crate::kernels::unsupported;
 
 /// [`spread_tokens`] copies each row of x with several warps if x has at most this many rows.
 /// With one warp per row, so few rows would occupy less than half of the 132 · 64 = 8448 warps of an H100 or H200.
-/// `docs/benchmark-history.md` has no measurement of other values.
+/// Not tuned.
 const COPY_FEW_ROWS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.

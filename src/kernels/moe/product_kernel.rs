@@ -18,6 +18,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiproces
 ///
 /// On an H200, `expert_few_pairs.cu` was faster up to this limit (`docs/benchmark-history.md`, "Limits of the expert
 /// kernel for batches"). Since then, tensor maps have made `expert_mlp.cu` faster, so a lower limit may be better.
+/// On an H100, `expert_mlp.cu` was faster from 4 pairs per expert on (same page, "wgmma from six pairs per expert on").
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles.
