@@ -48,6 +48,14 @@ enum JournalRecord {
     },
 }
 
+/// Whether and where a conversation is recorded.
+pub enum Recording {
+    Off,
+    /// Recording starts with the first answer, which creates the journal.
+    FromFirstAnswer,
+    Journal(Journal),
+}
+
 /// A conversation that was read from its journal.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SavedConversation {

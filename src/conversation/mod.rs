@@ -21,10 +21,10 @@ mod turn;
 
 pub use attachment::Attachment;
 pub use backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest};
-pub use journal::{ConversationChange, SavedConversation};
+pub use journal::{ConversationChange, Recording, SavedConversation};
 pub use local_model::LocalModel;
 pub use model_source::{LoadedModel, ModelId, ModelSource, NoModelLoaded, require_chat_format};
 pub use overflow::{CannotDropOldest, Overflow, visible_messages};
-pub use session::{Recording, Session};
+pub use session::Session;
 pub use settings::{ChatSettings, ReasoningVisibility, SettingValues, is_setting, names as setting_names};
 pub use turn::{Turn, TurnSummary};

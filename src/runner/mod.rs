@@ -16,7 +16,10 @@
 //! - `decode_graph/`: the decode graph, and the reasons why a runner may have none
 //! - `ranks/`: the ranks that run a model together, and the commands that the first rank sends to the others
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
+//! - `assert_send`: checks at compile time that a type can move to another thread
 
+#[cfg(feature = "cuda")]
+mod assert_send;
 pub mod decode_graph;
 mod launcher;
 mod limits;
@@ -48,10 +51,6 @@ pub use queued_steps::QueuedStep;
 pub use ranks::{RANK_PANICKED, RankCache, RankFault, RankModel, failure_message};
 pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
 pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence, StepTime, TokensToScore};
-
-/// Fails to compile unless values of type `T` can move to another thread.
-#[cfg(feature = "cuda")]
-const fn assert_send<T: Send>() {}
 
 /// A model and the KV cache of all sequences, on one device or divided among ranks.
 pub struct Runner {

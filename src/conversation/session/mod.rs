@@ -18,13 +18,11 @@ use anyhow::Result;
 
 use super::attachment::Attachment;
 use super::backend::Backend;
-use super::journal::ConversationChange;
+use super::journal::{ConversationChange, Recording};
 use super::model_source::{LoadedModel, ModelId, ModelSource};
 use super::overflow::visible_messages;
 use super::settings::{ChatSettings, SettingValues};
 use crate::chat::{Message, RenderOptions, Role};
-
-pub use recording::Recording;
 
 /// A conversation and its loaded model.
 pub struct Session {

@@ -1,21 +1,15 @@
-//! [`Recording`], and the methods of [`Session`] that record its conversation in a journal or continue a saved one.
+//! The methods of [`Session`] that record its conversation in a journal or continue a saved one.
 
 use anyhow::{Result, bail};
 
 use super::Session;
 use crate::chat::{RenderOptions, Role};
 use crate::conversation::backend::require_engine;
-use crate::conversation::journal::{self, ConversationChange, ConversationState, Journal, SavedConversation};
+use crate::conversation::journal::{
+    self, ConversationChange, ConversationState, Journal, Recording, SavedConversation,
+};
 use crate::conversation::{settings, state_folder};
 use crate::engine::{GenerateOptions, SamplingParams};
-
-/// Whether and where a conversation is recorded.
-pub enum Recording {
-    Off,
-    /// Recording starts with the first answer, which creates the journal.
-    FromFirstAnswer,
-    Journal(Journal),
-}
 
 impl Session {
     /// Records the conversation in a journal, which is created after the first answer.

@@ -30,7 +30,7 @@ use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
 use crate::nn::pass::Pass;
-use crate::runner::assert_send;
+use crate::runner::assert_send::assert_send;
 use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::queued_steps::QueuedStepBuffers;
 use crate::runner::step::StepSequence;
