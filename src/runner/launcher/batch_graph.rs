@@ -111,10 +111,10 @@ impl LogitsBuffers {
 struct BatchGraph {
     /// The inputs, u32: token ids, positions, the slots to write in each layer group,
     /// the block tables of each layer group, and `skips_logits`.
-    inputs: Tensor,
-    /// The host's copy of the block tables and `skips_logits` in `inputs`.
+    device_inputs: Tensor,
+    /// The host's copy of the block tables and `skips_logits` in `device_inputs`.
     /// Of these words, the host sends only those that have changed.
-    known: Vec<u32>,
+    sent_words: Vec<u32>,
     ids: Tensor,
     pass: Pass,
     /// u32 `[1]`: 1 if the step needs only the best logits, otherwise 0.
@@ -206,8 +206,9 @@ impl BatchGraphs {
                 entry.insert(BatchGraph::new(size, table_blocks, sum_order, decoder, cache, logits.clone())?)
             }
         };
-        let inputs = batch.inputs(decoder, cache, sequences, needs, buffers, self.table_blocks)?;
-        buffers.write_inputs(&inputs, &batch.inputs)?;
+        let inputs = batch.next_inputs(decoder, cache, sequences, needs, buffers, self.table_blocks)?;
+        buffers.write_inputs(&inputs, &batch.device_inputs)?;
+        batch.record_sent(&inputs.changes);
         match &batch.graph {
             Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
             None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arenas)?,
@@ -258,8 +259,8 @@ impl BatchGraph {
     ) -> Result<Self> {
         let groups = cache.layout().groups();
         let (words, tables) = (size * (2 + groups), groups * size * table_blocks);
-        let inputs = Tensor::zeros(words + tables + 1, DType::U32, cache.device())?;
-        let columns = |first: usize, count: usize| inputs.narrow(0, first * size, count * size);
+        let device_inputs = Tensor::zeros(words + tables + 1, DType::U32, cache.device())?;
+        let columns = |first: usize, count: usize| device_inputs.narrow(0, first * size, count * size);
         let blocks = |group: usize| {
             let tables = columns(2 + groups + group * table_blocks, table_blocks)?.reshape((size, table_blocks))?;
             Ok(PassBlocks { tables, slots: columns(2 + group, 1)? })
@@ -270,21 +271,21 @@ impl BatchGraph {
         Ok(Self {
             ids: columns(0, 1)?,
             pass,
-            skips_logits: inputs.narrow(0, words + tables, 1)?,
+            skips_logits: device_inputs.narrow(0, words + tables, 1)?,
             logits,
             finds_best: false,
-            known: vec![0; tables + 1],
+            sent_words: vec![0; tables + 1],
             arena: None,
             graph: None,
-            inputs,
+            device_inputs,
         })
     }
 
-    /// Checks the inputs of the padded batch, and updates `self.known`.
-    /// Returns the token ids of the batch or where the GPU finds them, the positions, the slots, and the changes to the
-    /// other inputs.
-    fn inputs(
-        &mut self,
+    /// Checks the inputs of the padded batch.
+    /// Returns the token ids of the batch or where the GPU finds them, the positions, the slots, and the changes to
+    /// `self.sent_words`. Once the changes are sent, the caller must pass them to [`record_sent`](Self::record_sent).
+    fn next_inputs(
+        &self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
@@ -314,9 +315,9 @@ impl BatchGraph {
                 }
                 words.push(slot(table, position));
                 let first = (group * size + row) * table_blocks;
-                let known = &mut self.known[first..first + used];
-                for (index, (known, &block)) in known.iter_mut().zip(table).enumerate() {
-                    if *known == block {
+                let sent = &self.sent_words[first..first + used];
+                for (index, (&sent, &block)) in sent.iter().zip(table).enumerate() {
+                    if sent == block {
                         continue;
                     }
                     if block as usize >= cache.blocks() {
@@ -325,18 +326,24 @@ impl BatchGraph {
                             cache.blocks()
                         );
                     }
-                    *known = block;
                     changes.push(((first + index) as u32, block));
                 }
             }
         }
-        let flag = self.known.len() - 1;
+        let flag = self.sent_words.len() - 1;
         let skips_logits = u32::from(needs == NeededLogits::Best);
-        if self.known[flag] != skips_logits {
-            self.known[flag] = skips_logits;
+        if self.sent_words[flag] != skips_logits {
             changes.push((flag as u32, skips_logits));
         }
         Ok(StepInputs { ids, sources, words, changes })
+    }
+
+    /// Applies changes that were sent to the device to the host's copy.
+    /// Until then, the copy stays as it is, so that it equals the words on the device even if a step fails.
+    fn record_sent(&mut self, changes: &[(u32, u32)]) {
+        for &(index, word) in changes {
+            self.sent_words[index as usize] = word;
+        }
     }
 
     /// Runs the first step of this batch size and captures the step as a graph.
