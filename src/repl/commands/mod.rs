@@ -232,7 +232,7 @@ fn help(name: &str) -> Result<String, String> {
     let usage = |command: &SlashCommand| format!("/{} {}", command.name, command.arguments).trim_end().to_string();
     if !name.is_empty() {
         let name = name.trim_start_matches('/');
-        let command = COMMANDS.iter().find(|command| command.name == name).ok_or_else(|| unknown_command(name))?;
+        let command = find(name).ok_or_else(|| unknown_command(name))?;
         return Ok(format!("{}: {}\n{}", usage(command), command.summary, command.details).trim_end().to_string());
     }
     let mut lines: Vec<String> =
@@ -349,5 +349,16 @@ mod tests {
             assert!(line.chars().count() <= 79, "{line}");
         }
         assert!(COMMANDS.iter().all(|command| help(command.name).is_ok()));
+    }
+
+    #[test]
+    fn help_accepts_aliases() {
+        for command in COMMANDS {
+            for alias in command.aliases {
+                assert_eq!(help(alias), help(command.name), "{alias}");
+                assert_eq!(help(&format!("/{alias}")), help(command.name), "/{alias}");
+            }
+        }
+        assert_eq!(help("leave"), Err(unknown_command("leave")));
     }
 }
