@@ -18,13 +18,11 @@ impl Runner {
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Option<Vec<Chosen>>> {
         match (executor, &mut *sequences) {
-            (StepExecutor::DecodeGraph, [sequence]) => {
-                let token = self.run_decode_graph(sequence, meanwhile)?;
-                Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]))
+            (StepExecutor::DecodeGraph, [sequence]) => Ok(Some(vec![self.run_decode_graph(sequence, meanwhile)?])),
+            (StepExecutor::DecodeGraph, sequences) => {
+                bail!("internal error: the decode graph cannot run a step of {} sequences", sequences.len())
             }
-            (StepExecutor::DecodeGraph | StepExecutor::BatchGraph, sequences) => {
-                self.run_batch_graph(sequences, meanwhile)
-            }
+            (StepExecutor::BatchGraph, sequences) => self.run_batch_graph(sequences, meanwhile),
             (StepExecutor::Eager, _) => Ok(None),
         }
     }
@@ -55,9 +53,9 @@ impl Runner {
         choose_on_device(&mut samplers(sequences), &logits).map(Some)
     }
 
-    /// Runs a decode step of one sequence on the decode graph.
-    /// An inner error ends only this sequence, unless a rank has failed.
-    fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Result<u32>> {
+    /// Runs a decode step of one sequence on the decode graph, and returns the sequence's token.
+    /// If no token can be chosen, the [`Chosen`] is an error, which ends only this sequence unless a rank has failed.
+    fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Chosen> {
         let (&[input], Some(sampler), Ok(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode_graph)
         else {
@@ -75,7 +73,7 @@ impl Runner {
         }
         // Unless the graph was just started, the GPU usually runs queued steps meanwhile.
         meanwhile();
-        Ok(take_token(graph, &self.ranks, sequence.limit, sampler))
+        Ok(Some(take_token(graph, &self.ranks, sequence.limit, sampler)))
     }
 
     /// Chooses the next token of one sequence from the logits of a step that ran operation by operation,
@@ -93,7 +91,7 @@ impl Runner {
         let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
         let start = GraphCommand::StartFrom { sequence: sequence.id, tokens: end, sampling, tables };
         self.ranks.run_graph(graph, start, Some(logits))?;
-        Ok(Some(take_token(graph, &self.ranks, sequence.limit, sampler).map(|id| ChosenToken { id, logprobs: None })))
+        Ok(Some(take_token(graph, &self.ranks, sequence.limit, sampler)))
     }
 }
 
@@ -103,11 +101,16 @@ fn needs_logits(sequence: &StepSequence) -> bool {
 }
 
 /// Waits for the graph's next token and records it in the sampler. Stops the graph after an error.
-fn take_token(graph: &mut DecodeGraph, ranks: &RankGroup, limit: usize, sampler: &mut dyn TokenSampler) -> Result<u32> {
+fn take_token(
+    graph: &mut DecodeGraph,
+    ranks: &RankGroup,
+    limit: usize,
+    sampler: &mut dyn TokenSampler,
+) -> Result<ChosenToken> {
     let token = ranks.next_token(graph, limit);
     match token {
         Ok(token) => sampler.record(token),
         Err(_) => graph.stop(),
     }
-    token
+    token.map(|id| ChosenToken { id, logprobs: None })
 }
