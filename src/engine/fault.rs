@@ -4,7 +4,7 @@
 //! Tests that start `inferno` as another process set the environment variable `INFERNO_FAULT`.
 //! See [`PlannedFault::from_env`].
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use crate::runner::{RankFault, Runner};
 
@@ -68,6 +68,14 @@ impl PlannedFault {
     }
 }
 
+/// A fault that makes the step fail that is about to run.
+pub enum StepFault {
+    /// See [`Fault::Step`].
+    Step,
+    /// See [`Fault::Device`].
+    Device,
+}
+
 /// The fault that a test has planned for an engine, if any.
 pub struct FaultPlan {
     fault: Option<Fault>,
@@ -94,19 +102,15 @@ impl FaultPlan {
 
     /// Counts the step that is about to run, and injects the fault if it is due.
     ///
-    /// Returns an error for [`Fault::Step`] and [`Fault::Device`], and panics for [`Fault::Panic`].
-    /// For [`Fault::Device`], also sets `is_device_broken`.
-    pub fn before_step(&mut self, runner: &Runner, is_device_broken: &mut bool) -> Result<()> {
+    /// Panics for [`Fault::Panic`]. Returns [`Fault::Step`] and [`Fault::Device`], which the caller injects.
+    pub fn before_step(&mut self, runner: &Runner) -> Option<StepFault> {
         self.steps += 1;
         self.inject_into_rank(runner);
         match self.fault.take_if(|fault| !matches!(fault, Fault::Rank(_))) {
-            Some(Fault::Step) => bail!("injected fault of a step"),
-            Some(Fault::Device) => {
-                *is_device_broken = true;
-                bail!("injected fault of the device")
-            }
+            Some(Fault::Step) => Some(StepFault::Step),
+            Some(Fault::Device) => Some(StepFault::Device),
             Some(Fault::Panic) => panic!("injected panic of the engine thread"),
-            Some(Fault::Rank(_)) | None => Ok(()),
+            Some(Fault::Rank(_)) | None => None,
         }
     }
 

@@ -8,12 +8,13 @@ use anyhow::{Result, anyhow, bail};
 
 use super::stats;
 use super::{EngineLoop, QueuedWork};
+use crate::engine::fault::StepFault;
 use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
 
 /// Whether a step was queued. Decides which function tells the scheduler that the step's positions are computed.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 enum StepMode {
     /// The loop waited for the step. [`EngineLoop::deliver`] tells the scheduler.
     Direct,
@@ -24,8 +25,7 @@ enum StepMode {
 impl EngineLoop {
     /// Runs or queues one planned step. If the previous step was queued, delivers its tokens.
     pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
-        let fault = self.faults.before_step(&self.runner, &mut self.is_device_broken);
-        let queued = match fault.and_then(|()| self.prepare(&plan)).and_then(|()| self.queue(&plan)) {
+        let queued = match self.inject_fault().and_then(|()| self.prepare(&plan)).and_then(|()| self.queue(&plan)) {
             Ok(queued) => queued,
             Err(error) => {
                 self.deliver_queued();
@@ -52,6 +52,18 @@ impl EngineLoop {
         match self.step(&plan) {
             Ok(chosen) => self.deliver(&plan.work, chosen, StepMode::Direct),
             Err(error) => self.fail(&plan.work, error),
+        }
+    }
+
+    /// Injects the fault that a test has planned for the next step, if any.
+    fn inject_fault(&mut self) -> Result<()> {
+        match self.faults.before_step(&self.runner) {
+            Some(StepFault::Step) => bail!("injected fault of a step"),
+            Some(StepFault::Device) => {
+                self.is_device_broken = true;
+                bail!("injected fault of the device")
+            }
+            None => Ok(()),
         }
     }
 
@@ -190,11 +202,14 @@ impl EngineLoop {
     /// Records that the first `cached` tokens of a sequence are in the KV cache.
     /// `cached` is `None` for a failed sequence, whose keys and values must not be reused.
     fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, mode: StepMode) {
-        match (mode, cached) {
-            (StepMode::Direct, Some(cached)) => self.scheduler.advance(id, cached),
-            // `record_queued` has already recorded the failed sequence's tokens as computed, so forget all prefixes.
-            (StepMode::Queued, None) => self.scheduler.forget_prefixes(),
-            (StepMode::Direct, None) | (StepMode::Queued, Some(_)) => {}
+        if mode == StepMode::Direct
+            && let Some(cached) = cached
+        {
+            self.scheduler.advance(id, cached);
+        }
+        // `record_queued` has already recorded the tokens as computed. If the sequence failed, forget all prefixes.
+        if mode == StepMode::Queued && cached.is_none() {
+            self.scheduler.forget_prefixes();
         }
         // Each sequence of a step overwrites the value, so the value of the last sequence remains.
         self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
