@@ -155,8 +155,9 @@ impl EngineHandle {
             if let Some(constraint) = &constraint {
                 sequence.constrain(constraint.clone());
             }
-            let stream = RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted);
-            let stream = stream.with_client_end(sequence.client_end().clone());
+            let client_end = sequence.client_end().clone();
+            let stream =
+                RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted, client_end);
             sequences.push(sequence);
             let prompt = |top| ScoredPrompt { tokens: ids.clone(), top, logprobs: Vec::new() };
             let prompt = options.prompt_logprobs.map(prompt);

@@ -129,10 +129,10 @@ pub struct EngineParts {
 pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
-    let mut times = LoadTimes { headers_s: started.elapsed().as_secs_f64(), ..Default::default() };
+    let headers_s = started.elapsed().as_secs_f64();
 
-    let (language, model) = load_language_and_model(dir, &config, &checkpoint, options, &mut times)?;
-    times.total_s = started.elapsed().as_secs_f64();
+    let (language, model) = load_language_and_model(dir, &config, &checkpoint, options)?;
+    let times = LoadTimes { headers_s, total_s: started.elapsed().as_secs_f64(), ..model.times };
 
     let (defaults, ignored) = SamplingParams::from_generation_config(&language.generation_config);
     let source = if checkpoint.gguf().is_some() { "the GGUF metadata" } else { "generation_config.json" };
@@ -153,7 +153,6 @@ fn load_language_and_model(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
-    times: &mut LoadTimes,
 ) -> Result<(Language, OnDevice)> {
     let is_refused = AtomicBool::new(false);
     let check = options.check_language;
@@ -165,13 +164,13 @@ fn load_language_and_model(
             is_refused.store(language.is_err(), Ordering::Relaxed);
             language.map(|language| (language, started.elapsed().as_secs_f64()))
         });
-        let model = load_onto_device(config, checkpoint, options, &is_refused, times);
+        let model = load_onto_device(config, checkpoint, options, &is_refused);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
     // If both have failed, report the error of `language`. The error of `model` may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
-    times.tokenizer_s = tokenizer_s;
-    Ok((language, model?))
+    let model = model?;
+    Ok((language, OnDevice { times: LoadTimes { tokenizer_s, ..model.times }, ..model }))
 }
 
 /// Describes a loaded model. `ignored_defaults` explains why some of the model's sampling parameters were ignored.
@@ -273,7 +272,7 @@ fn log(info: &ModelInfo) {
         "loaded"
     );
     let no_decode_graph = info.no_decode_graph.as_ref().map(tracing::field::display);
-    tracing::info!(attention = %info.attention, no_decode_graph, "executor {}", info.execution_mode);
+    tracing::info!(attention = %info.attention, no_decode_graph, "execution mode: {}", info.execution_mode);
 }
 
 /// The runner of a loaded model, and values for its [`ModelInfo`].
@@ -284,6 +283,8 @@ struct OnDevice {
     weight_bytes: u64,
     cache_bytes: u64,
     cache_sequences: usize,
+    /// The times of the steps that have run so far. The other times are 0.
+    times: LoadTimes,
 }
 
 /// Plans the memory of a model, loads the weights and creates the runner.
@@ -294,14 +295,13 @@ fn load_onto_device(
     checkpoint: &Checkpoint,
     options: &LoadOptions,
     is_refused: &AtomicBool,
-    times: &mut LoadTimes,
 ) -> Result<OnDevice> {
     let architecture = &config.architecture;
     let started = Instant::now();
     let device = device::open(options.devices.first())?;
     let device_infos = device_infos(&device, &options.devices)?;
     let device_info = device_infos.iter().min_by_key(|info| info.free_bytes).unwrap_or(&device_infos[0]).clone();
-    times.device_s = started.elapsed().as_secs_f64();
+    let device_s = started.elapsed().as_secs_f64();
     if is_refused.load(Ordering::Relaxed) {
         bail!("loading was canceled");
     }
@@ -320,8 +320,8 @@ fn load_onto_device(
         None => inventory.bytes(),
     };
     let target = LoadTarget { device: &device, dtype, memory: &memory, capacity, file_bytes };
-    let allocated = allocate(config, checkpoint, options, &target, times);
-    let (runner, attention) = allocated.map_err(|error| {
+    let allocated = allocate(config, checkpoint, options, &target);
+    let (runner, attention, times) = allocated.map_err(|error| {
         if !device::is_out_of_memory(&error) {
             return error;
         }
@@ -332,7 +332,8 @@ fn load_onto_device(
     })?;
     let (weight_bytes, cache_bytes) = (memory.weight_bytes(), memory.cache_bytes(capacity));
     let cache_sequences = memory.cache_sequences(capacity);
-    Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences })
+    let times = LoadTimes { device_s, ..times };
+    Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences, times })
 }
 
 /// Where and how to load a model. `device` is the first device.
@@ -346,14 +347,13 @@ struct LoadTarget<'t> {
 }
 
 /// Builds the decoder and the KV cache of each rank, and a runner for them.
-/// Returns the runner, and the attention kernel of the first rank's last layer.
+/// Returns the runner, the attention kernel of the first rank's last layer, and the times of the steps that ran here.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
     target: &LoadTarget,
-    times: &mut LoadTimes,
-) -> Result<(Runner, AttentionBackend)> {
+) -> Result<(Runner, AttentionBackend, LoadTimes)> {
     let &LoadTarget { device, dtype, memory, capacity, file_bytes } = target;
     let Capacity { context, chunk } = capacity;
     let report = |bytes| (options.progress)(bytes, file_bytes);
@@ -377,15 +377,14 @@ fn allocate(
     };
     let LoadedRanks { world, model, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
     let prompt_parts = options.deterministic.then(|| deterministic_parts(chunk, attention)).transpose()?;
-    times.cache_s = cache_s;
-    times.weights_s = started.elapsed().as_secs_f64() - cache_s;
+    let weights_s = started.elapsed().as_secs_f64() - cache_s;
 
     let started = Instant::now();
     let runner_options = RunnerOptions { eager: options.eager, prompt_parts, queue_steps: options.queue_steps };
     let limits = RunnerLimits { context, chunk };
     let runner = Runner::with_ranks(world, model, others, limits, device.clone(), runner_options)?;
-    times.graph_s = started.elapsed().as_secs_f64();
-    Ok((runner, attention))
+    let graph_s = started.elapsed().as_secs_f64();
+    Ok((runner, attention, LoadTimes { weights_s, cache_s, graph_s, ..LoadTimes::default() }))
 }
 
 /// Opens the GPUs of all ranks except the first. Returns the properties of all devices, in rank order.

@@ -160,12 +160,13 @@ impl RequestStream {
         prompt_tokens: usize,
         info: &ModelInfo,
         submitted: Instant,
+        client_end: Arc<ClientEnd>,
     ) -> Self {
         Self {
             events,
             output,
             cancel: options.cancel.clone(),
-            client_end: Arc::default(),
+            client_end,
             prompt_tokens,
             cached_tokens: 0,
             context: info.context,
@@ -180,11 +181,6 @@ impl RequestStream {
             record: None,
             scored_prompt: None,
         }
-    }
-
-    pub(in crate::engine) fn with_client_end(mut self, client_end: Arc<ClientEnd>) -> Self {
-        self.client_end = client_end;
-        self
     }
 
     pub(in crate::engine) fn with_record(mut self, record: Option<Arc<RequestRecord>>) -> Self {
