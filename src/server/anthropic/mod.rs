@@ -20,7 +20,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::generation::choice::{Finish, Pieces};
+use super::generation::choice::{AnswerUpdate, Finish};
 use super::generation::event_stream::{self, EventBuffer, EventWriter, NoEvents};
 use super::generation::reply;
 use super::generation::{self, Answers, Submission};
@@ -113,11 +113,11 @@ struct MessageBuilder {
 impl MessageBuilder {
     /// Adds pieces of the answer to the message, and sends their stream events.
     /// At the end of the answer, also sets the stop reason.
-    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl MessageEventSink) {
-        for piece in pieces.pieces {
+    fn push(&mut self, update: AnswerUpdate, answers: &Answers, events: &mut impl MessageEventSink) {
+        for piece in update.pieces {
             self.content.push(piece, events);
         }
-        if let Some(finish) = pieces.finish {
+        if let Some(finish) = update.finish {
             self.content.finish(events);
             self.message.stop = stop(finish, answers);
         }
@@ -151,8 +151,8 @@ impl EventWriter for MessageWriter {
         out.send(Event::Ping {});
     }
 
-    fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
-        self.builder.push(pieces, answers, out);
+    fn write(&mut self, _index: usize, update: AnswerUpdate, answers: &Answers, out: &mut EventBuffer) {
+        self.builder.push(update, answers, out);
     }
 
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {

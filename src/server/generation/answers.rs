@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use futures_core::Stream;
 use tokio::sync::oneshot;
 
-use super::choice::{Choice, Finish, Pieces, finite_logprob};
+use super::choice::{AnswerUpdate, Choice, Finish, finite_logprob};
 use super::usage::Usage;
 use crate::engine::{
     EngineHandle, Event, GenerationRecord, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt,
@@ -229,12 +229,12 @@ impl Answers {
 
     /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or an error if
     /// generating the answers failed. Returns `None` once all answers have ended or an error was returned.
-    pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
+    pub async fn next(&mut self) -> Option<Result<(usize, AnswerUpdate), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
     /// Polls for the next pieces of any answer. Skips events that add neither pieces nor a finish reason.
-    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, AnswerUpdate), ApiError>>> {
         if self.failure.is_some() || self.answers.iter().all(|answer| answer.summary.is_some()) {
             return Poll::Ready(None);
         }
@@ -261,17 +261,17 @@ impl Answers {
                     Some(Err(error)) => return self.fail(&error),
                     None => return self.fail(&anyhow::anyhow!("internal error: an answer ended without a summary")),
                 };
-                let pieces = self.push(index, event);
-                if !pieces.pieces.is_empty() || pieces.finish.is_some() {
+                let update = self.push(index, event);
+                if !update.pieces.is_empty() || update.finish.is_some() {
                     self.first = index + 1;
-                    return Poll::Ready(Some(Ok((index, pieces))));
+                    return Poll::Ready(Some(Ok((index, update))));
                 }
             }
         }
         Poll::Pending
     }
 
-    fn fail(&mut self, error: &anyhow::Error) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
+    fn fail(&mut self, error: &anyhow::Error) -> Poll<Option<Result<(usize, AnswerUpdate), ApiError>>> {
         let api_error = match error.downcast_ref() {
             Some(Error::WaitedTooLong) => {
                 let wait = self.server.admission.wait_to_start(self.engine.stats().waiting as usize);
@@ -284,7 +284,7 @@ impl Answers {
     }
 
     /// Updates the metrics and the record with an event, and converts the event to pieces of the answer.
-    fn push(&mut self, index: usize, event: Event) -> Pieces {
+    fn push(&mut self, index: usize, event: Event) -> AnswerUpdate {
         let answer = &mut self.answers[index];
         let metrics = &self.server.metrics;
         if let Some(token) = event.token() {
@@ -299,16 +299,16 @@ impl Answers {
             Event::End { summary, .. } => Some(summary.clone()),
             Event::Token { .. } => None,
         };
-        let pieces = answer.choice.push(event, answer.stream.tool_calls(), self.engine.tokenizer());
-        if pieces.is_complete {
+        let update = answer.choice.push(event, answer.stream.tool_calls(), self.engine.tokenizer());
+        if update.is_complete {
             answer.stream.complete();
         }
-        if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
+        if let (Some(summary), Some(finish)) = (&summary, update.finish) {
             metrics.requests.with_label_values(&[finish.as_str()]).inc();
             metrics.times.observe_answer(summary, self.submitted.elapsed().as_secs_f64());
         }
-        (answer.summary, answer.finish) = (summary, pieces.finish);
-        pieces
+        (answer.summary, answer.finish) = (summary, update.finish);
+        update
     }
 
     /// Adds a record of the request and its answers to the server's recorder, if the request is recorded.

@@ -60,7 +60,7 @@ impl Finish {
 
 /// The pieces that one event adds to an answer.
 #[derive(Debug, Default)]
-pub struct Pieces {
+pub struct AnswerUpdate {
     pub pieces: Vec<AnswerPiece>,
     /// The finish reason. `None` unless the event is the last one of the answer.
     pub finish: Option<Finish>,
@@ -137,7 +137,7 @@ impl Choice {
     }
 
     /// Adds an event and returns its pieces. `calls` are all tool calls of the answer so far.
-    pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> Pieces {
+    pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> AnswerUpdate {
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
                 let is_boundary = deltas.is_empty() && tokenizer.is_control(id);
@@ -146,7 +146,7 @@ impl Choice {
             }
             Event::End { deltas, summary } => (deltas, Some(summary)),
         };
-        let mut out = Pieces::default();
+        let mut out = AnswerUpdate::default();
         self.send_text(deltas, tokenizer, &mut out);
         if summary.is_some() && self.keeps_all_tokens {
             let tokens = scored(std::mem::take(&mut self.pending));
@@ -174,7 +174,7 @@ impl Choice {
     }
 
     /// Adds new reasoning and content to `out`, with the tokens of the content.
-    fn send_text(&mut self, deltas: Vec<Delta>, tokenizer: &Tokenizer, out: &mut Pieces) {
+    fn send_text(&mut self, deltas: Vec<Delta>, tokenizer: &Tokenizer, out: &mut AnswerUpdate) {
         let deltas = merged(deltas);
         let tokens = self.take_tokens(&deltas, tokenizer);
         for (Delta { channel, text }, tokens) in deltas.into_iter().zip(tokens) {
@@ -220,7 +220,7 @@ impl Choice {
 
     /// Adds the new parts of the tool calls to `out`. `summary` is set only at the end of the answer.
     /// Tool calls that still have no function name then become content.
-    fn send_calls(&mut self, calls: &[ToolCall], summary: Option<&Summary>, out: &mut Pieces) {
+    fn send_calls(&mut self, calls: &[ToolCall], summary: Option<&Summary>, out: &mut AnswerUpdate) {
         self.calls.resize(calls.len().max(self.calls.len()), SentCall::default());
         for (sent, call) in self.calls.iter_mut().zip(calls) {
             if call.name.is_empty() {
@@ -401,26 +401,26 @@ mod tests {
         // In chat formats other than harmony, the function name is known only at the end of a call.
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
-        let pieces = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], &tokenizer);
-        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("1+{} ", Some(Finish::ToolCalls)));
+        let update = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], &tokenizer);
+        assert_eq!((text(&update.pieces).as_str(), update.finish), ("1+{} ", Some(Finish::ToolCalls)));
     }
 
     #[test]
     fn malformed_and_cut_calls_lose_no_text() {
         let tokenizer = demo();
         let mut choice = Choice::new();
-        let pieces = choice.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], &tokenizer);
-        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("c:nonsense ", Some(Finish::Stop)));
-        let pieces = Choice::new().push(end(FinishReason::Length), &[call("f", "{\"a")], &tokenizer);
-        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("0=f 0+{\"a ", Some(Finish::Length)));
+        let update = choice.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], &tokenizer);
+        assert_eq!((text(&update.pieces).as_str(), update.finish), ("c:nonsense ", Some(Finish::Stop)));
+        let update = Choice::new().push(end(FinishReason::Length), &[call("f", "{\"a")], &tokenizer);
+        assert_eq!((text(&update.pieces).as_str(), update.finish), ("0=f 0+{\"a ", Some(Finish::Length)));
     }
 
     #[test]
     fn without_parallel_calls_the_answer_ends_after_the_first() {
         let (mut choice, tokenizer) = (Choice::new().with_parallel_calls(false), demo());
-        let pieces = choice.push(token(), &[call("f", "{}"), call("g", "{}")], &tokenizer);
-        assert_eq!((text(&pieces.pieces).as_str(), pieces.is_complete), ("0=f 0+{} ", true));
-        let pieces = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], &tokenizer);
-        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("", Some(Finish::ToolCalls)));
+        let update = choice.push(token(), &[call("f", "{}"), call("g", "{}")], &tokenizer);
+        assert_eq!((text(&update.pieces).as_str(), update.is_complete), ("0=f 0+{} ", true));
+        let update = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], &tokenizer);
+        assert_eq!((text(&update.pieces).as_str(), update.finish), ("", Some(Finish::ToolCalls)));
     }
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 use tokio::time::{Instant, Sleep};
 
 use super::answers::Answers;
-use super::choice::Pieces;
+use super::choice::AnswerUpdate;
 use crate::server::http::error::ApiError;
 
 /// The size of a full batch of events in bytes. A full batch is sent even if more events are ready.
@@ -33,7 +33,7 @@ pub trait EventWriter: Send + 'static {
     fn begin(&mut self, _out: &mut EventBuffer) {}
 
     /// Writes pieces of the answer with the index `index`.
-    fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer);
+    fn write(&mut self, index: usize, update: AnswerUpdate, answers: &Answers, out: &mut EventBuffer);
 
     /// Writes the last events, after all answers have ended.
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer);
@@ -141,10 +141,10 @@ impl EventStream {
     fn fill(&mut self, context: &mut Context<'_>) {
         while let Some(answers) = &mut self.answers
             && self.buffer.0.len() < BATCH_BYTES
-            && let Poll::Ready(pieces) = answers.poll_next(context)
+            && let Poll::Ready(update) = answers.poll_next(context)
         {
-            match pieces {
-                Some(Ok((index, pieces))) => self.writer.write(index, pieces, answers, &mut self.buffer),
+            match update {
+                Some(Ok((index, update))) => self.writer.write(index, update, answers, &mut self.buffer),
                 Some(Err(error)) => {
                     self.writer.fail(&error, answers, &mut self.buffer);
                     self.end();

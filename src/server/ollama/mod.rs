@@ -18,7 +18,7 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::generation::choice::Pieces;
+use super::generation::choice::AnswerUpdate;
 use super::generation::event_stream::{self, EventBuffer, EventWriter};
 use super::generation::reply;
 use super::generation::{self, Answers, Submission};
@@ -109,9 +109,9 @@ impl EventWriter for LineWriter {
         LINES
     }
 
-    fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
-        pieces.pieces.into_iter().for_each(|piece| self.unsent.push(piece, answers));
-        let text = if pieces.finish.is_some() { Some(self.unsent.take()) } else { self.unsent.take_text() };
+    fn write(&mut self, _index: usize, update: AnswerUpdate, answers: &Answers, out: &mut EventBuffer) {
+        update.pieces.into_iter().for_each(|piece| self.unsent.push(piece, answers));
+        let text = if update.finish.is_some() { Some(self.unsent.take()) } else { self.unsent.take_text() };
         if let Some(text) = text.filter(|text| !text.is_empty()) {
             out.push_line(&part(self.route, &self.model, text, None));
         }

@@ -11,7 +11,7 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use crate::server::generation::choice::{AnswerPiece, Pieces};
+use crate::server::generation::choice::{AnswerPiece, AnswerUpdate};
 use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
 use crate::server::generation::generate_options::StreamOptions;
 use crate::server::generation::reply::{self, ReplyHeader};
@@ -92,7 +92,7 @@ async fn whole(server: &Server, mut answers: Answers, parts: ChatParts) -> Resul
     };
     let mut choices: Vec<WholeChoice> = (0..answers.len()).map(choice).collect();
     while let Some(next) = answers.next().await {
-        let (index, Pieces { pieces, finish, .. }) = next?;
+        let (index, AnswerUpdate { pieces, finish, .. }) = next?;
         let choice = &mut choices[index];
         for piece in pieces.into_iter().filter(|piece| parts.shows(piece)) {
             if let (Some(all), Some(more)) = (&mut choice.logprobs, parts.logprobs(&piece, &answers)) {
@@ -126,18 +126,18 @@ impl ChunkWriter {
 }
 
 impl EventWriter for ChunkWriter {
-    fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
+    fn write(&mut self, index: usize, update: AnswerUpdate, answers: &Answers, out: &mut EventBuffer) {
         if !std::mem::replace(&mut self.has_role[index], true) {
             let delta = ChunkDelta::role();
             self.push(vec![ChunkChoice { index, delta, logprobs: None, finish_reason: None }], answers, out);
         }
-        for piece in pieces.pieces.into_iter().filter(|piece| self.parts.shows(piece)) {
+        for piece in update.pieces.into_iter().filter(|piece| self.parts.shows(piece)) {
             let logprobs = self.parts.logprobs(&piece, answers);
             let delta = ChunkDelta::new(piece);
             self.push(vec![ChunkChoice { index, delta, logprobs, finish_reason: None }], answers, out);
         }
-        if pieces.finish.is_some() {
-            let (delta, finish_reason) = (ChunkDelta::default(), pieces.finish);
+        if update.finish.is_some() {
+            let (delta, finish_reason) = (ChunkDelta::default(), update.finish);
             self.push(vec![ChunkChoice { index, delta, logprobs: None, finish_reason }], answers, out);
         }
     }

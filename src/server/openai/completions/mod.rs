@@ -9,7 +9,7 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use crate::server::generation::choice::{AnswerPiece, Pieces};
+use crate::server::generation::choice::{AnswerPiece, AnswerUpdate};
 use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
 use crate::server::generation::generate_options::StreamOptions;
 use crate::server::generation::reply::{self, ReplyHeader};
@@ -90,8 +90,8 @@ impl Texts {
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }
     }
 
-    /// Returns the next part of a choice, made from `pieces`. The first part starts with the prompt to repeat, if any.
-    fn choice(&mut self, index: usize, pieces: Pieces, answers: &Answers) -> WireChoice {
+    /// Returns the next part of a choice, made from `update`. The first part starts with the prompt to repeat, if any.
+    fn choice(&mut self, index: usize, update: AnswerUpdate, answers: &Answers) -> WireChoice {
         let tokenizer: &Tokenizer = answers.engine().tokenizer();
         let echo = self.echoes[index].take();
         let mut logprobs = self.has_logprobs.then(Logprobs::default);
@@ -102,7 +102,7 @@ impl Texts {
         }
         let mut text = echo.unwrap_or_default();
         self.offsets[index] += text.chars().count();
-        for piece in pieces.pieces {
+        for piece in update.pieces {
             let AnswerPiece::Content(content, tokens) = piece else { continue };
             if let Some(logprobs) = &mut logprobs {
                 logprobs.extend(&tokens, self.offsets[index], tokenizer);
@@ -110,7 +110,7 @@ impl Texts {
             self.offsets[index] += content.chars().count();
             text.push_str(&content);
         }
-        WireChoice { index, text, logprobs, finish_reason: pieces.finish }
+        WireChoice { index, text, logprobs, finish_reason: update.finish }
     }
 }
 
@@ -124,8 +124,8 @@ async fn whole(header: ReplyHeader, mut answers: Answers, mut texts: Texts) -> R
     };
     let mut choices: Vec<WireChoice> = (0..answers.len()).map(empty).collect();
     while let Some(next) = answers.next().await {
-        let (index, pieces) = next?;
-        choices[index].append(texts.choice(index, pieces, &answers));
+        let (index, update) = next?;
+        choices[index].append(texts.choice(index, update, &answers));
     }
     json_response(&Completion { header: &header, choices, usage: Some(Some(answers.usage())) })
 }
@@ -138,8 +138,8 @@ struct ChunkWriter {
 }
 
 impl EventWriter for ChunkWriter {
-    fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
-        let choices = vec![self.texts.choice(index, pieces, answers)];
+    fn write(&mut self, index: usize, update: AnswerUpdate, answers: &Answers, out: &mut EventBuffer) {
+        let choices = vec![self.texts.choice(index, update, answers)];
         let usage = self.stream.chunk_usage(|| answers.usage());
         out.push(&Completion { header: &self.header, choices, usage });
     }

@@ -19,7 +19,7 @@ use axum::response::Response;
 use serde::Serialize;
 
 use crate::engine;
-use crate::server::generation::choice::{Finish, Pieces};
+use crate::server::generation::choice::{AnswerUpdate, Finish};
 use crate::server::generation::event_stream::{self, EventBuffer, EventWriter, NoEvents};
 use crate::server::generation::reply;
 use crate::server::generation::{self, Answers, Submission};
@@ -118,13 +118,13 @@ struct ResponseBuilder {
 
 impl ResponseBuilder {
     /// Adds pieces of the answer to the response.
-    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl ResponseEventSink) {
-        self.finish = pieces.finish.or(self.finish);
+    fn push(&mut self, update: AnswerUpdate, answers: &Answers, events: &mut impl ResponseEventSink) {
+        self.finish = update.finish.or(self.finish);
         let mut output = self.lock_output();
-        for piece in pieces.pieces {
+        for piece in update.pieces {
             output.push(piece, answers.engine().tokenizer(), events);
         }
-        if let Some(finish) = pieces.finish {
+        if let Some(finish) = update.finish {
             let is_cut_off = finish == Finish::Length || answers.is_canceled();
             output.finish(if is_cut_off { ItemStatus::Incomplete } else { ItemStatus::Completed }, events);
         }
@@ -187,9 +187,9 @@ impl EventWriter for ResponseWriter {
         self.send("response.in_progress", out);
     }
 
-    fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
+    fn write(&mut self, _index: usize, update: AnswerUpdate, answers: &Answers, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
-        self.builder.push(pieces, answers, &mut events);
+        self.builder.push(update, answers, &mut events);
     }
 
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
