@@ -13,7 +13,7 @@
 //! - `router`: maps paths to route handlers, and runs shared code before and after each handler
 //! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
 //! - `page/`: the chat page for browsers
-//! - `state`, `options`, `metrics`: the state, options and metrics that all handlers share
+//! - `state`, `options`, `metrics/`: the state, options and metrics that all handlers share
 //! - `tenant`: the tenant of a request; `ids`: random ids, API keys and seeds
 
 mod anthropic;
