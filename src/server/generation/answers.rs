@@ -227,13 +227,13 @@ impl Answers {
         self.answers.get(index)?.summary.as_deref()
     }
 
-    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or an error if
+    /// Waits for the next update of any answer. Returns the index of the answer and the update, or an error if
     /// generating the answers failed. Returns `None` once all answers have ended or an error was returned.
     pub async fn next(&mut self) -> Option<Result<(usize, AnswerUpdate), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// Polls for the next pieces of any answer. Skips events that add neither pieces nor a finish reason.
+    /// Polls for the next update of any answer. Skips events that add neither pieces nor a finish reason.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, AnswerUpdate), ApiError>>> {
         if self.failure.is_some() || self.answers.iter().all(|answer| answer.summary.is_some()) {
             return Poll::Ready(None);
@@ -283,7 +283,7 @@ impl Answers {
         Poll::Ready(Some(Err(api_error)))
     }
 
-    /// Updates the metrics and the record with an event, and converts the event to pieces of the answer.
+    /// Updates the metrics and the record with an event, and converts the event to an update of the answer.
     fn push(&mut self, index: usize, event: Event) -> AnswerUpdate {
         let answer = &mut self.answers[index];
         let metrics = &self.server.metrics;

@@ -58,7 +58,7 @@ impl Finish {
     }
 }
 
-/// The pieces that one event adds to an answer.
+/// What one event adds to an answer.
 #[derive(Debug, Default)]
 pub struct AnswerUpdate {
     pub pieces: Vec<AnswerPiece>,
@@ -68,7 +68,7 @@ pub struct AnswerUpdate {
     pub is_complete: bool,
 }
 
-/// Converts the events of one answer to pieces. OpenAI's API calls an answer a choice.
+/// Converts the events of one answer to updates. OpenAI's API calls an answer a choice.
 pub struct Choice {
     can_call_in_parallel: bool,
     must_call_named: bool,
@@ -136,7 +136,7 @@ impl Choice {
         self.reasoning_tokens
     }
 
-    /// Adds an event and returns its pieces. `calls` are all tool calls of the answer so far.
+    /// Adds an event and returns the update of the answer. `calls` are all tool calls of the answer so far.
     pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> AnswerUpdate {
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {

@@ -32,7 +32,7 @@ pub trait EventWriter: Send + 'static {
     /// Writes the events that come before the first token.
     fn begin(&mut self, _out: &mut EventBuffer) {}
 
-    /// Writes pieces of the answer with the index `index`.
+    /// Writes an update of the answer with the index `index`.
     fn write(&mut self, index: usize, update: AnswerUpdate, answers: &Answers, out: &mut EventBuffer);
 
     /// Writes the last events, after all answers have ended.

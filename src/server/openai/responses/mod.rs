@@ -1,4 +1,10 @@
 //! The routes of OpenAI's Responses API: `POST /v1/responses`, the token count, and the routes for stored responses.
+//!
+//! - `request`, `tools`, `input`: read a request: its body, its tools, and its input items
+//! - `item`, `messages`: the items of a conversation, and their conversion to the messages of a prompt
+//! - `object`, `output`: the response object, and its output items
+//! - `events`: the stream events of a response
+//! - `store`, `stored`: the responses in memory, and the routes that return, cancel and delete them
 
 mod events;
 mod input;
@@ -117,7 +123,7 @@ struct ResponseBuilder {
 }
 
 impl ResponseBuilder {
-    /// Adds pieces of the answer to the response.
+    /// Adds an update of the answer to the response.
     fn push(&mut self, update: AnswerUpdate, answers: &Answers, events: &mut impl ResponseEventSink) {
         self.finish = update.finish.or(self.finish);
         let mut output = self.lock_output();
