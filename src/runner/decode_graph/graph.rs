@@ -32,10 +32,11 @@ use crate::runner::step::KernelTime;
 /// The maximum number of steps that the host queues beyond the step whose token it waits for.
 /// These steps keep the GPU busy while the host handles the token.
 /// A larger number would waste more steps if the sequence ends early, for example at a stop token.
-const AHEAD: usize = 2;
-/// The number of mailbox slots. Each queued step needs its own slot, and up to `1 + AHEAD` steps are queued at once.
+const STEPS_AHEAD: usize = 2;
+/// The number of mailbox slots. Each queued step needs its own slot.
+/// Up to `1 + STEPS_AHEAD` steps are queued at once, so any larger number works. A slot takes only 4 bytes.
 const MAILBOX_SLOTS: usize = 64;
-const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
+const _: () = assert!(MAILBOX_SLOTS > 1 + STEPS_AHEAD);
 
 /// The sequence that a decode graph continues.
 #[derive(Clone, Copy)]
@@ -69,12 +70,12 @@ pub struct DecodeGraph {
     /// The number of tokens of the current sequence that were taken from the mailbox.
     taken: usize,
     /// The maximum value of `queued`: the number of steps for which the context and the block tables have room.
-    possible: usize,
+    max_queued: usize,
     sequence: Option<CurrentSequence>,
     /// The sequence's block table of each layer group on the device, u32 `[1, blocks of the context]`.
     tables: Vec<Tensor>,
     /// For each layer group, the number of block table entries that were copied to `tables`.
-    blocks: Vec<usize>,
+    copied_entries: Vec<usize>,
     /// The number of blocks in the KV cache.
     cache_blocks: usize,
 }
@@ -127,9 +128,9 @@ impl DecodeGraph {
             sampling: Sampling::Greedy,
             queued: 0,
             taken: 0,
-            possible: 0,
+            max_queued: 0,
             sequence: None,
-            blocks: vec![0; tables.len()],
+            copied_entries: vec![0; tables.len()],
             tables,
             cache_blocks: cache.blocks(),
         })))
@@ -140,7 +141,7 @@ impl DecodeGraph {
     /// Without `sampling`, every step chooses the most likely token.
     pub fn start(
         &mut self,
-        sequence: u64,
+        sequence_id: u64,
         position: usize,
         token: u32,
         sampling: Option<DeviceSampling>,
@@ -160,21 +161,21 @@ impl DecodeGraph {
         let id = Tensor::new(&[token], self.buffers.x.device())?;
         copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
         self.buffers.set_state(position, token)?;
-        self.begin(sequence, position, 0, tables)
+        self.begin(sequence_id, position, 0, tables)
     }
 
-    /// Makes `sequence` the current sequence: sets the step counts and copies the block tables to the device.
+    /// Makes `sequence_id` the current sequence: sets the step counts and copies the block tables to the device.
     /// `queued` is the number of the sequence's steps that the caller has already queued.
-    fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
+    fn begin(&mut self, sequence_id: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
         (self.queued, self.taken) = (queued, 0);
-        self.sequence = Some(CurrentSequence { id: sequence, start: position });
-        self.blocks.fill(0);
+        self.sequence = Some(CurrentSequence { id: sequence_id, start: position });
+        self.copied_entries.fill(0);
         self.set_tables(tables)
     }
 
-    /// Returns whether [`next`](Self::next) would return the token that follows `position` in `sequence`.
-    pub fn continues(&self, sequence: u64, position: usize) -> bool {
-        self.sequence.is_some_and(|current| current.id == sequence && current.start + self.taken == position)
+    /// Returns whether [`next`](Self::next) would return the token that follows `position` in `sequence_id`.
+    pub fn continues(&self, sequence_id: u64, position: usize) -> bool {
+        self.sequence.is_some_and(|current| current.id == sequence_id && current.start + self.taken == position)
     }
 
     /// Forgets the current sequence.
@@ -189,9 +190,9 @@ impl DecodeGraph {
         let Some(CurrentSequence { start, .. }) = self.sequence else {
             bail!("cannot set block tables: no sequence was started")
         };
-        for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {
+        for ((device, copied), table) in self.tables.iter().zip(&mut self.copied_entries).zip(tables.iter()) {
             let used = table.len().min(device.dim(1)?);
-            if used != *blocks {
+            if used != *copied {
                 if let Some(block) = table[..used].iter().find(|&&block| block as usize >= self.cache_blocks) {
                     bail!(
                         "cannot set block tables: block {block} is not one of the {} blocks of the KV cache",
@@ -200,10 +201,10 @@ impl DecodeGraph {
                 }
                 let values = Tensor::new(&table[..used], device.device())?;
                 copy_rows(&device.flatten_all()?, &values, 0)?;
-                *blocks = used;
+                *copied = used;
             }
         }
-        self.possible = self.context.min(tables.positions()).saturating_sub(start);
+        self.max_queued = self.context.min(tables.positions()).saturating_sub(start);
         Ok(())
     }
 
@@ -211,7 +212,7 @@ impl DecodeGraph {
     /// `logits`, f32 `[1, vocab]`, are the logits of the last cached token.
     pub fn start_from(
         &mut self,
-        sequence: u64,
+        sequence_id: u64,
         tokens: usize,
         logits: &Tensor,
         sampling: Option<DeviceSampling>,
@@ -236,7 +237,7 @@ impl DecodeGraph {
             self.sampling_buffers.set(DeviceSampling::greedy())?;
         }
         self.first_choice.enqueue()?;
-        self.begin(sequence, tokens - 1, 1, tables)
+        self.begin(sequence_id, tokens - 1, 1, tables)
     }
 
     /// Waits for all queued steps, then sets how later steps choose tokens.
@@ -261,14 +262,14 @@ impl DecodeGraph {
     }
 
     /// Waits for the next token and returns it.
-    /// Before the wait, queues the token's step, if it is not queued yet, and up to `AHEAD` later steps.
+    /// Before the wait, queues the token's step, if it is not queued yet, and up to `STEPS_AHEAD` later steps.
     ///
     /// `limit` is the maximum number of tokens still to generate, including the next token.
     /// Never queues steps after the last of these tokens, or at positions beyond the context or the block tables.
     /// Fails if no step is left, or with `NoToken` if every logit of the token's step is NaN or -inf.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = self.steps_left(limit)?;
-        while self.queued - self.taken < limit.min(1 + AHEAD) {
+        while self.queued - self.taken < limit.min(1 + STEPS_AHEAD) {
             self.count_step()?;
             self.buffers.world.launch_together(|| self.tail().graph.enqueue())?;
         }
@@ -277,7 +278,7 @@ impl DecodeGraph {
 
     /// Returns how many more tokens can be generated, at most `limit`. Fails if the number is 0.
     pub fn steps_left(&self, limit: usize) -> Result<usize> {
-        match limit.min(self.possible - self.taken) {
+        match limit.min(self.max_queued - self.taken) {
             0 => bail!("cannot decode a token: the context or block table is full, or the request's limit is reached"),
             left => Ok(left),
         }
@@ -286,12 +287,12 @@ impl DecodeGraph {
     /// Returns whether [`set_tables`](Self::set_tables) would copy a table.
     pub fn needs_tables(&self, tables: &BlockTables) -> bool {
         let used = self.tables.iter().zip(tables.iter()).map(|(device, table)| table.len().min(device.dims()[1]));
-        !used.eq(self.blocks.iter().copied())
+        !used.eq(self.copied_entries.iter().copied())
     }
 
     /// Counts one more queued step. Fails if the context or the block tables have no room for the step.
     fn count_step(&mut self) -> Result<()> {
-        if self.queued == self.possible {
+        if self.queued == self.max_queued {
             bail!("cannot decode a token: the context or block table is full");
         }
         self.queued += 1;

@@ -69,9 +69,10 @@ pub(super) fn rms_norm(norm: &Norm) -> RmsNormParams<'_> {
     RmsNormParams { weight: &norm.weight, eps: norm.eps }
 }
 
-/// Returns the parameters of a post-norm with its buffer `scratch`, f32 `[hidden]`, or `None` without a post-norm.
-fn post_norm<'t>(norm: &'t Option<Norm>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
-    norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
+/// Returns the parameters of a post-norm, or `None` without a post-norm.
+/// `unnormalized`, f32 `[hidden]`, is the buffer for the output of the projection before the norm.
+fn post_norm<'t>(norm: &'t Option<Norm>, unnormalized: &'t Tensor) -> Option<PostNorm<'t>> {
+    norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch: unnormalized })
 }
 
 fn projection(linear: &Linear) -> Projection<'_> {

@@ -77,6 +77,7 @@ impl Runner {
         for group in sequences.chunk_by_mut(|a, b| kind(a) == kind(b)) {
             match kind(&group[0]) {
                 PassKind::Together => {
+                    // The passes of the other kinds are small enough: one token per sequence, or one prompt part.
                     self.check_tokens(group)?;
                     results.extend(self.run_pass(group, meanwhile, SumOrder::Fastest)?);
                 }
