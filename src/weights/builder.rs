@@ -80,6 +80,8 @@ impl<'c> WeightsBuilder<'c> {
         Self { threads: Some(ReaderThreads::Parts(Arc::new(reader))), ..self }
     }
 
+    /// Creates the weights, which load the tensors of the checkpoint.
+    ///
     /// If a single rank loads safetensors files to a GPU without quantizing them, and the caller has set no reader,
     /// background threads start reading the files immediately.
     ///

@@ -149,6 +149,7 @@ impl<'c> Weights<'c> {
         if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
     }
 
+    /// Returns whether the checkpoint has the tensor.
     pub fn contains(&self, name: &str) -> bool {
         self.checkpoint.info(&self.full_name(name)).is_some()
     }

@@ -35,7 +35,7 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
     name: "llama",
     model_type: "llama",
     is_permuted: true,
-    norms_plus_one: false,
+    has_norms_plus_one: false,
     is_transposed: false,
     outer: &OUTER,
     parts: &[],
@@ -85,7 +85,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     ArchitectureLayout {
         name: "gemma2",
         model_type: "gemma2",
-        norms_plus_one: true,
+        has_norms_plus_one: true,
         parts: &GEMMA,
         add_fields: fields::gemma2,
         ..PLAIN
@@ -93,7 +93,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     ArchitectureLayout {
         name: "gemma3",
         model_type: "gemma3_text",
-        norms_plus_one: true,
+        has_norms_plus_one: true,
         parts: &[GEMMA[0], GEMMA[1], GEMMA[2], Q_NORM, K_NORM],
         add_fields: fields::gemma3,
         ..PLAIN

@@ -40,6 +40,7 @@ impl GgufTensorInfo {
         self.shape.iter().product()
     }
 
+    /// Returns the byte range of the tensor in its file.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.bytes
     }

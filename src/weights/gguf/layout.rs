@@ -22,7 +22,7 @@ pub struct ArchitectureLayout {
     /// In the Hugging Face checkpoint, the two rows of a RoPE pair are half a head apart.
     pub is_permuted: bool,
     /// Whether the file stores each norm weight as the Hugging Face value plus 1.
-    pub norms_plus_one: bool,
+    pub has_norms_plus_one: bool,
     /// Whether the Hugging Face checkpoint stores layer matrices transposed, as in the `Conv1D` layers of GPT-2.
     pub is_transposed: bool,
     pub outer: &'static OuterNames,

@@ -76,7 +76,7 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         if shape.len() == 1 {
             transform = Transform::Vector;
         }
-    } else if layout.norms_plus_one && name.ends_with("norm.weight") {
+    } else if layout.has_norms_plus_one && name.ends_with("norm.weight") {
         transform = Transform::MinusOne;
     } else if layout.is_transposed && part.is_some() && shape.len() == 2 {
         transform = Transform::Transposed;

@@ -8,6 +8,16 @@
 //!
 //! The bytes of the header stay in memory, and a metadata value is read from them whenever it is requested.
 //! The constants in [`limits`] bound the memory that a parsed header takes.
+//!
+//! - `header`, `metadata`, `cursor`: parse the header of one file
+//! - `part`, `split`, `checkpoint`: open one file or all parts of a split model, and give access to their tensors
+//! - `model`, `model_tensor`, `mapping`, `experts`, `tensor_names`: present the file as a checkpoint whose tensors have
+//!   their Hugging Face names
+//! - `architectures`, `layout`: the supported architectures, and how their files differ from Hugging Face checkpoints
+//! - `config`, `config_fields`, `keys`: convert metadata to the fields of config.json and generation_config.json
+//! - `vocabulary`: the vocabulary and the chat template
+//! - `remote`: reads the headers of files on a hub
+//! - `limits`: limits on the contents of files
 
 mod architectures;
 mod checkpoint;

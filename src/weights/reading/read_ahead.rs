@@ -87,7 +87,7 @@ struct Queue<M> {
     /// The total size of temporary tensors whose reads have started and that are not yet taken, in bytes.
     ahead_bytes: usize,
     failure: Option<String>,
-    stopped: bool,
+    is_stopped: bool,
 }
 
 /// How far the read of one tensor has progressed.
@@ -107,7 +107,7 @@ enum TensorState<M> {
 }
 
 /// A piece of a tensor that one thread reads into its staging buffer and copies to the device.
-struct ReadJob<M> {
+struct Piece<M> {
     tensor: usize,
     memory: Arc<M>,
     /// The offset of the piece in the tensor, in bytes.
@@ -131,7 +131,7 @@ impl<T: UploadTarget> ReadAheadReader<T> {
             open: VecDeque::new(),
             ahead_bytes: 0,
             failure: None,
-            stopped: false,
+            is_stopped: false,
         };
         let shared =
             ReadAheadState { target, read_requests, options, queue: Mutex::new(queue), changed: Condvar::new() };
@@ -163,7 +163,7 @@ impl<T: UploadTarget> ReadAheadReader<T> {
 
 impl<T: UploadTarget> Drop for ReadAheadReader<T> {
     fn drop(&mut self) {
-        self.shared.lock().stopped = true;
+        self.shared.lock().is_stopped = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
             // Ignore the result of `join`, which cannot fail because `run` catches panics.
@@ -224,7 +224,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
         Ok(())
     }
 
-    fn read_piece(&self, piece: &ReadJob<T::Memory>, staging: &mut T::Staging) -> Result<()> {
+    fn read_piece(&self, piece: &Piece<T::Memory>, staging: &mut T::Staging) -> Result<()> {
         // Let the disk start reading while this thread waits for a staging buffer.
         piece.source.advise(piece.start, piece.bytes);
         piece.source.read(&mut self.target.buffer(staging)?[..piece.bytes], piece.start)?;
@@ -232,19 +232,19 @@ impl<T: UploadTarget> ReadAheadState<T> {
     }
 
     /// Returns the next piece to read, waiting if necessary. Returns `None` once the reader is stopped or has failed.
-    fn next_piece(&self) -> Result<Option<ReadJob<T::Memory>>> {
+    fn next_piece(&self) -> Result<Option<Piece<T::Memory>>> {
         let mut queue = self.lock();
         loop {
-            if queue.stopped || queue.failure.is_some() {
+            if queue.is_stopped || queue.failure.is_some() {
                 return Ok(None);
             }
-            let demanded = queue.requested.pop_front();
-            if demanded.is_none()
+            let requested = queue.requested.pop_front();
+            if requested.is_none()
                 && let Some(piece) = self.cut_piece(&mut queue)
             {
                 return Ok(Some(piece));
             }
-            let Some(tensor) = demanded.or_else(|| self.choose(&mut queue)) else {
+            let Some(tensor) = requested.or_else(|| self.choose_next(&mut queue)) else {
                 queue = self.wait(queue);
                 continue;
             };
@@ -256,7 +256,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
             let memory = memory.with_context(|| format!("cannot allocate tensor {}", request.name))?;
             queue = self.lock();
             queue.tensors[tensor] = TensorState::Reading { memory: Arc::new(memory), left: request.bytes() };
-            if demanded.is_some() {
+            if requested.is_some() {
                 queue.open.push_front((tensor, 0))
             } else {
                 queue.open.push_back((tensor, 0))
@@ -266,7 +266,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
     }
 
     /// Removes and returns the next piece of the first tensor in `open`. Returns `None` if `open` is empty.
-    fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<ReadJob<T::Memory>> {
+    fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
         let (tensor, offset) = queue.open.pop_front()?;
         let (range, inside) = self.read_requests[tensor].range_at(offset)?;
         let bytes = (range.bytes - inside).min(self.options.piece_bytes);
@@ -277,21 +277,21 @@ impl<T: UploadTarget> ReadAheadState<T> {
             unreachable!("an open tensor is not in the Reading state")
         };
         let (memory, source, start) = (memory.clone(), range.source.clone(), range.start + inside as u64);
-        Some(ReadJob { tensor, memory, offset, source, start, bytes })
+        Some(Piece { tensor, memory, offset, source, start, bytes })
     }
 
     /// Chooses the next tensor to read ahead, and returns its index.
     /// Returns `None` if no tensors are left, or if the next tensor would exceed the read-ahead limit.
-    fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
+    fn choose_next(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.read_requests.len() {
             let tensor = queue.next;
             let ahead_bytes = queue.ahead_bytes + self.read_requests[tensor].temporary_bytes();
-            let idle = matches!(queue.tensors[tensor], TensorState::Idle);
-            if idle && ahead_bytes > self.options.ahead_bytes && queue.ahead_bytes > 0 {
+            let is_idle = matches!(queue.tensors[tensor], TensorState::Idle);
+            if is_idle && ahead_bytes > self.options.ahead_bytes && queue.ahead_bytes > 0 {
                 return None;
             }
             queue.next += 1;
-            if idle {
+            if is_idle {
                 queue.tensors[tensor] = TensorState::Chosen;
                 return Some(tensor);
             }
@@ -299,7 +299,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
         None
     }
 
-    fn piece_done(&self, piece: ReadJob<T::Memory>) -> Result<()> {
+    fn piece_done(&self, piece: Piece<T::Memory>) -> Result<()> {
         let mut queue = self.lock();
         drop(piece.memory);
         let progress = std::mem::replace(&mut queue.tensors[piece.tensor], TensorState::Chosen);
@@ -322,6 +322,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
 }
 
 impl ReadRequest {
+    /// Returns the size of the tensor or stack of tensors, in bytes.
     pub fn bytes(&self) -> usize {
         self.ranges.iter().map(|range| range.bytes).sum()
     }
