@@ -154,24 +154,24 @@ impl BlockManager {
     }
 
     /// Returns the number of blocks that no sequence uses, including blocks with cached contents.
-    pub fn free(&self) -> usize {
+    pub fn free_blocks(&self) -> usize {
         self.pool.free()
     }
 
     /// Returns the number of blocks that would be free if a sequence had started with the blocks of `prefix`.
-    pub fn free_after(&self, prefix: &CachedPrefix) -> usize {
+    pub fn free_blocks_after(&self, prefix: &CachedPrefix) -> usize {
         let blocks = prefix.0.tables.iter().flatten().filter(|&&block| block != SCRATCH_BLOCK);
-        self.free() - blocks.filter(|&&block| self.pool.references(block) == 0).count()
+        self.free_blocks() - blocks.filter(|&&block| self.pool.references(block) == 0).count()
     }
 
     /// Returns the number of blocks that a sequence uses, in all layer groups together.
-    pub fn held(&self, sequence: &SequenceBlocks) -> usize {
+    pub fn held_blocks(&self, sequence: &SequenceBlocks) -> usize {
         sequence.tables.iter().zip(&sequence.first_held).map(|(table, first_held)| table.len() - first_held).sum()
     }
 
     /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once,
     /// if each step computes at most `chunk` of these tokens.
-    pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
+    pub fn peak_blocks(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
 
@@ -356,6 +356,7 @@ impl BlockManager {
         if self.missing(sequence, end) > self.pool.free() {
             return None;
         }
+        // From here on, `allocate` does not fail: `missing` counts every block that these loops allocate.
         let mut copies = Vec::new();
         for group in 0..self.windows.len() {
             let copied: Vec<_> = self.blocks_to_copy(group, sequence, end).collect();

@@ -49,13 +49,13 @@ pub enum EngineCommand {
     /// Generate answers to one prompt: one answer per sequence.
     Submit(Vec<Sequence>),
     /// Call a function with the runner once all requests submitted earlier have ended.
-    Run(RunnerCall),
+    CallRunner(RunnerCall),
     /// Call a function that reads or fills blocks of the KV cache, between two steps.
-    Cache(CacheCall),
+    CallCache(CacheCall),
     /// Call a function with the scheduler and the time on its clock, before the next step is planned.
-    Inspect(InspectCall),
+    CallScheduler(SchedulerCall),
     /// Inject a fault, for tests.
-    Fail(Fault),
+    InjectFault(Fault),
     /// Reject all later requests.
     Drain,
     /// End the thread. Unfinished requests fail.
@@ -69,7 +69,7 @@ pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 pub type CacheCall = Box<dyn FnOnce(&Runner, &mut BlockManager) + Send>;
 
 /// A function that inspects the scheduler. Its second argument is the time on the scheduler's clock.
-pub type InspectCall = Box<dyn FnOnce(&Scheduler, Duration) + Send>;
+pub type SchedulerCall = Box<dyn FnOnce(&Scheduler, Duration) + Send>;
 
 /// A request that the scheduler has not received yet, or a call that has not run.
 enum Job {
@@ -93,7 +93,7 @@ pub struct EngineLoop {
     /// Jobs in the order of submission. A call at the front waits until all sequences have ended.
     jobs: VecDeque<Job>,
     /// Calls that the loop runs before its next plan, after it has handled `jobs`.
-    inspections: Vec<InspectCall>,
+    scheduler_calls: Vec<SchedulerCall>,
     /// The sequences in the scheduler, waiting or running.
     sequences: HashMap<SequenceId, Sequence>,
     next_id: SequenceId,
@@ -129,7 +129,7 @@ impl EngineLoop {
             commands,
             counters,
             jobs: VecDeque::new(),
-            inspections: Vec::new(),
+            scheduler_calls: Vec::new(),
             sequences: HashMap::new(),
             next_id: 0,
             clock_start: Instant::now(),
@@ -150,9 +150,9 @@ impl EngineLoop {
             // End canceled requests first, so that the plan can use their blocks.
             self.end_canceled();
             self.admit();
-            // Run inspections after `admit`, so that each call sees the requests that were submitted before it,
+            // Run scheduler calls after `admit`, so that each call sees the requests that were submitted before it,
             // except requests behind a `Job::Call` that still waits.
-            for call in mem::take(&mut self.inspections) {
+            for call in mem::take(&mut self.scheduler_calls) {
                 call(&self.scheduler, self.clock_start.elapsed());
             }
             let plan = self.scheduler.plan(self.clock_start.elapsed());
@@ -189,17 +189,17 @@ impl EngineLoop {
                     }
                 }
                 Ok(EngineCommand::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
-                Ok(EngineCommand::Cache(call)) => {
+                Ok(EngineCommand::CallCache(call)) => {
                     self.deliver_queued();
                     // Stop the decode graph and forget the tokens that a `RunnerCall` has cached,
                     // because a `CacheCall` may overwrite the blocks of both.
                     self.runner.reset();
                     call(&self.runner, self.scheduler.blocks_mut());
                 }
-                Ok(EngineCommand::Inspect(call)) => self.inspections.push(call),
-                Ok(EngineCommand::Fail(fault)) => self.faults.set(fault, &self.runner),
+                Ok(EngineCommand::CallScheduler(call)) => self.scheduler_calls.push(call),
+                Ok(EngineCommand::InjectFault(fault)) => self.faults.set(fault, &self.runner),
                 Ok(EngineCommand::Drain) => self.is_draining = true,
-                Ok(EngineCommand::Run(call)) => self.jobs.push_back(Job::Call(call)),
+                Ok(EngineCommand::CallRunner(call)) => self.jobs.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
                 Ok(EngineCommand::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
@@ -208,7 +208,10 @@ impl EngineLoop {
 
     /// Returns whether the loop has nothing to do before the next command.
     fn is_idle(&self) -> bool {
-        self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none() && self.inspections.is_empty()
+        self.scheduler.is_idle()
+            && self.jobs.is_empty()
+            && self.queued_step.is_none()
+            && self.scheduler_calls.is_empty()
     }
 
     /// Waits for the next command. Returns [`TryRecvError::Empty`] if a rank fails during the wait.

@@ -322,7 +322,7 @@ impl EngineHandle {
     /// Injects a fault, for tests.
     #[doc(hidden)]
     pub fn inject_fault(&self, fault: Fault) -> Result<()> {
-        self.send(EngineCommand::Fail(fault))
+        self.send(EngineCommand::InjectFault(fault))
     }
 
     /// Rejects new requests, and waits until all accepted requests have ended.
@@ -355,7 +355,7 @@ impl EngineHandle {
     /// Fails if the engine stops, for example because the function panics, or if a device fails.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
-        self.send(EngineCommand::Run(Box::new(move |runner| {
+        self.send(EngineCommand::CallRunner(Box::new(move |runner| {
             // The send fails only if the caller no longer waits for the result of the call.
             let _ = sender.send(call(runner));
         })))?;

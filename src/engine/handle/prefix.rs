@@ -51,7 +51,7 @@ impl EngineHandle {
         call: impl FnOnce(&Runner, &mut BlockManager) -> T + Send + 'static,
     ) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
-        self.send(EngineCommand::Cache(Box::new(move |runner, blocks| {
+        self.send(EngineCommand::CallCache(Box::new(move |runner, blocks| {
             // The send fails only if the caller no longer waits for the result of the call.
             let _ = sender.send(call(runner, blocks));
         })))?;

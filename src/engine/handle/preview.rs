@@ -33,7 +33,7 @@ impl EngineHandle {
         let prompt_parts = self.request_parts(&options)?;
         let max_tokens = options.max_tokens.unwrap_or(usize::MAX).min(self.context() - prompt_tokens);
         let (sender, result) = mpsc::sync_channel(1);
-        self.send(EngineCommand::Inspect(Box::new(move |scheduler, now| {
+        self.send(EngineCommand::CallScheduler(Box::new(move |scheduler, now| {
             let new = NewSequence {
                 // With ids larger than all ids in use, the request comes after requests of equal priority and arrival.
                 id: SequenceId::MAX - answers as SequenceId,

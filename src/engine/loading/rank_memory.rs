@@ -60,7 +60,7 @@ impl RankMemory {
         let rank = |(rank, device): (usize, DeviceInfo)| {
             let rank_plan = match &stages {
                 Some(stages) => plan.clone().with_stage(stages[rank].clone(), count),
-                None => plan.clone().with_rank(rank, count),
+                None => plan.clone().with_share(rank, count),
             };
             let rank_plan = if limit.is_some() { rank_plan.with_limit(usable_bytes[rank]) } else { rank_plan };
             (rank_plan, device)
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn the_suggested_context_fits_on_all_ranks() {
         let devices: Devices = "cuda:0,1".parse().unwrap();
-        let bytes = |context| plan().with_rank(0, 2).bytes(Capacity { context, chunk: 512 });
+        let bytes = |context| plan().with_share(0, 2).bytes(Capacity { context, chunk: 512 });
         let error = |free: [u64; 2]| {
             let memory = RankMemory::new(&plan(), &devices, &free.map(device), Split::Tensor, None).unwrap();
             memory.choose(Some(16_384)).unwrap_err().to_string()

@@ -13,6 +13,7 @@ use super::prompt_scores::PromptScores;
 use super::request::{FinishReason, GenerateOptions};
 use crate::engine::constraint::ConstraintState;
 use crate::engine::sampling::{LogitRules, Sampler};
+use crate::engine::scheduler::TenantId;
 use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
 
 /// The prompt, sampler, limits and event channel of one answer to a request.
@@ -32,7 +33,7 @@ pub struct Sequence {
     pub cache_salt: Option<String>,
     /// How the prompt is divided into parts. `Some` only if the request must be deterministic, but the engine is not.
     pub prompt_parts: Option<PromptParts>,
-    pub tenant: u64,
+    pub tenant: TenantId,
     pub priority: i32,
     pub max_wait: Option<Duration>,
     /// See [`GenerateOptions::cancel`].

@@ -196,7 +196,7 @@ impl ScheduledSequence {
     }
 
     /// Returns the number of tokens that are not computed yet.
-    fn left(&self) -> usize {
+    fn uncomputed(&self) -> usize {
         self.tokens.len() - self.computed()
     }
 
@@ -235,12 +235,12 @@ impl ScheduledSequence {
 
     /// Returns whether the sequence is running and has only one generated token, or its placeholder, left to compute.
     fn is_decoding(&self) -> bool {
-        self.is_running() && self.left() == 1 && self.computed() >= self.prompt_tokens
+        self.is_running() && self.uncomputed() == 1 && self.computed() >= self.prompt_tokens
     }
 
     /// Returns whether the sequence has tokens to compute and is not decoding.
     fn needs_prefill(&self) -> bool {
-        self.left() > 0 && !self.is_decoding()
+        self.uncomputed() > 0 && !self.is_decoding()
     }
 
     /// Returns the maximum number of tokens that the sequence can have, including its prompt.
@@ -262,7 +262,10 @@ impl Scheduler {
             prompt_parts.is_none_or(|parts| parts.tokens() <= token_budget),
             "a prompt part is larger than the token budget of a step"
         );
-        assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "the cache cannot hold {context} tokens");
+        assert!(
+            blocks.peak_blocks(context, token_budget) <= blocks.stats().total,
+            "the cache cannot hold {context} tokens"
+        );
         Self {
             config,
             blocks,
@@ -333,14 +336,14 @@ impl Scheduler {
     pub fn preview(&self, new: &NewSequence) -> Preview {
         let NewSequence { ref prompt, ref forks, max_tokens, tenant, .. } = *new;
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
-        let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
+        let running_demand: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
         let max_blocks = if new.computes_whole_prompt { 0 } else { usize::MAX };
         let prefix = self.blocks.find_prefix(prompt, prompt.len(), hashes, max_blocks);
         let chunk = (prompt.len() - prefix.tokens()).clamp(1, token_budget);
         let longest = prompt.len().saturating_add(max_tokens).min(context);
         let needed_blocks = self.blocks.demand_after(&prefix, longest.min(prompt.len() + GROWTH_STEPS), chunk);
-        let free_blocks = self.blocks.free_after(&prefix).saturating_sub(running);
+        let free_blocks = self.blocks.free_blocks_after(&prefix).saturating_sub(running_demand);
         let seniority = Seniority::new(new.priority, new.arrival, new.id);
         let ahead = self.waiting.ahead(tenant, seniority, &self.ledger);
         let has_slot = self.running.len() + forks.len() < max_sequences;

@@ -225,7 +225,7 @@ impl Scheduler {
         });
         let (tenant, seniority) = (sequence.tenant, sequence.seniority);
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
-        if demand <= self.blocks.free() {
+        if demand <= self.blocks.free_blocks() {
             self.waiting.remove(tenant, &seniority);
             self.running.insert(seniority);
             self.admitted.push(id);
@@ -246,7 +246,7 @@ impl Scheduler {
         let Some(held) = &sequence.blocks else { return 0 };
         let longest = sequence.longest(self.config.context);
         let tokens = if seniority.is_protected() { longest } else { longest.min(sequence.tokens.len() + GROWTH_STEPS) };
-        self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
+        self.blocks.demand(held, tokens, sequence.uncomputed().clamp(1, self.config.token_budget))
     }
 
     /// Allocates blocks to a sequence for all positions below `end`. Preempts sequences if necessary.

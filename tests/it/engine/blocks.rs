@@ -117,17 +117,17 @@ impl Model {
         let len = self.length().max(tokens.len());
         self.extend(&mut tokens, &mut text, len);
         let longest = self.longest_hit(&tokens);
-        let (before, free) = (self.manager.stats(), self.manager.free());
+        let (before, free) = (self.manager.stats(), self.manager.free_blocks());
         // `find_prefix` must change nothing, and must predict the hit, the demand and the free blocks after `start`.
         let prefix = self.manager.find_prefix(&tokens, tokens.len(), hashes.clone(), usize::MAX);
-        assert_eq!((self.manager.stats(), self.manager.free()), (before, free));
+        assert_eq!((self.manager.stats(), self.manager.free_blocks()), (before, free));
         let (end, chunk) = (tokens.len() + self.random.below(200), 1 + self.random.below(MAX_TOKENS));
-        let predicted = (self.manager.demand_after(&prefix, end, chunk), self.manager.free_after(&prefix));
+        let predicted = (self.manager.demand_after(&prefix, end, chunk), self.manager.free_blocks_after(&prefix));
         let (prefix_tokens, prefix_tables) = (prefix.tokens(), prefix.tables().clone());
         let blocks = self.manager.start(&tokens, tokens.len(), hashes);
         let hit = blocks.computed();
         assert_eq!((prefix_tokens, &prefix_tables), (hit, blocks.tables()));
-        assert_eq!(predicted, (self.manager.demand(&blocks, end, chunk), self.manager.free()));
+        assert_eq!(predicted, (self.manager.demand(&blocks, end, chunk), self.manager.free_blocks()));
         assert!(hit < tokens.len(), "a hit of {hit} tokens covers the whole prompt of {} tokens", tokens.len());
         match before.evicted {
             0 => assert_eq!(hit, longest, "wrong hit length for a prompt of {} tokens", tokens.len()),
@@ -140,7 +140,7 @@ impl Model {
         assert_eq!((after.cached, after.evicted), (before.cached, before.evicted));
         if self.random.below(4) == 0 {
             let hashes = self.manager.abandon(blocks);
-            assert_eq!((self.manager.stats(), self.manager.free()), (before, free));
+            assert_eq!((self.manager.stats(), self.manager.free_blocks()), (before, free));
             self.released.push((tokens, hashes));
         } else {
             self.sequences.push(Sequence { blocks, tokens, granted: hit, chunk: 0, text });
@@ -189,7 +189,11 @@ impl Model {
         let is_used = |block| self.sequences.iter().any(|other| tables(&other.blocks).concat().contains(&block));
         // A cached block becomes free when it is copied, unless another sequence uses the block.
         let freed = copies.iter().filter(|copy| !is_used(copy.from)).count();
-        assert_eq!(self.manager.free() + missing, total - used + freed, "`missing` returned a wrong number of blocks");
+        assert_eq!(
+            self.manager.free_blocks() + missing,
+            total - used + freed,
+            "`missing` returned a wrong number of blocks"
+        );
         self.seen.copies += copies.len();
         self.seen.copies_of_cached += freed;
         for copy in copies {
@@ -237,10 +241,10 @@ impl Model {
 
     fn fork(&mut self) {
         let Some(index) = self.pick() else { return };
-        let free = self.manager.free();
+        let free = self.manager.free_blocks();
         let sequence = &self.sequences[index];
         let blocks = self.manager.fork(&sequence.blocks);
-        assert_eq!(self.manager.free(), free, "a fork must not take free blocks");
+        assert_eq!(self.manager.free_blocks(), free, "a fork must not take free blocks");
         let Sequence { ref tokens, chunk, text, .. } = *sequence;
         let granted = blocks.computed();
         self.sequences.push(Sequence { blocks, tokens: tokens.clone(), granted, chunk, text });
@@ -283,17 +287,17 @@ impl Model {
     fn check(&self) {
         let stats = self.manager.stats();
         assert_eq!(stats.total + 1, self.contents.len());
-        assert_eq!(stats.used + self.manager.free(), stats.total);
+        assert_eq!(stats.used + self.manager.free_blocks(), stats.total);
         let used: HashSet<_> = self.sequences.iter().flat_map(|sequence| tables(&sequence.blocks)).flatten().collect();
         assert_eq!(stats.used, used.iter().filter(|&&block| block != SCRATCH_BLOCK).count());
         for sequence in &self.sequences {
             let (tables, computed) = (tables(&sequence.blocks), sequence.blocks.computed());
             let held = tables.iter().flatten().filter(|&&block| block != SCRATCH_BLOCK).count();
-            assert_eq!(self.manager.held(&sequence.blocks), held);
+            assert_eq!(self.manager.held_blocks(&sequence.blocks), held);
             let longest =
                 sequence.granted.max(tables.iter().map(|table| table.len() * BLOCK_TOKENS).max().unwrap_or(0));
             assert!(
-                held <= self.manager.peak(longest, sequence.chunk),
+                held <= self.manager.peak_blocks(longest, sequence.chunk),
                 "the sequence holds {held} blocks, more than the predicted peak for {longest} tokens"
             );
             let digests = digests(&sequence.tokens[..computed]);
@@ -529,22 +533,22 @@ fn demand_is_enough_to_reach_the_predicted_length() {
             0 => manager.start(&text, text.len(), BlockHashes::default()),
             _ => manager.fork(&other),
         };
-        let (demand, free) = (manager.demand(&blocks, len, chunk), manager.free());
-        assert!(demand <= manager.peak(len, chunk));
+        let (demand, free) = (manager.demand(&blocks, len, chunk), manager.free_blocks());
+        assert!(demand <= manager.peak_blocks(len, chunk));
         let mut taken = 0;
         while blocks.computed() < len {
             let left = len - blocks.computed();
             let end = blocks.computed() + 1 + random.below(left.min(chunk));
             let (before, grown) = (manager.demand(&blocks, len, chunk), manager.missing(&blocks, end));
             assert!(manager.grow(&mut blocks, end).is_some());
-            taken = taken.max(free - manager.free());
+            taken = taken.max(free - manager.free_blocks());
             assert!(
                 manager.demand(&blocks, len, chunk) + grown <= before,
                 "the demand must drop by at least {grown} blocks"
             );
-            let (before, free) = (manager.demand(&blocks, len, chunk), manager.free());
+            let (before, free) = (manager.demand(&blocks, len, chunk), manager.free_blocks());
             manager.commit(&mut blocks, &text[..end]);
-            assert!(manager.demand(&blocks, len, chunk) + free <= before + manager.free());
+            assert!(manager.demand(&blocks, len, chunk) + free <= before + manager.free_blocks());
         }
         assert!(taken <= demand, "{taken} blocks were taken, but the predicted demand was {demand}");
         manager.release(blocks);

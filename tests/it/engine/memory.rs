@@ -69,7 +69,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
                 .build()
                 .unwrap();
             let decoder = config.build(&weights, 32).unwrap();
-            let plan = plan.clone().with_rank(world.rank(), ranks);
+            let plan = plan.clone().with_share(world.rank(), ranks);
             assert_eq!(plan.weight_bytes(), progress.resident_bytes(), "{what}");
             let capacity = Capacity { context: 32, chunk: 32 };
             let blocks = plan.cache_blocks(capacity);
@@ -85,7 +85,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
                 let largest = (plan.weight_bytes(), plan.cache_bytes(capacity));
                 let others = (0..ranks).map(|rank| {
                     let plan = MemoryPlan::new(&inventory, config.architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
-                    let plan = plan.with_rank(rank, ranks);
+                    let plan = plan.with_share(rank, ranks);
                     (plan.weight_bytes(), plan.cache_bytes(capacity))
                 });
                 assert_eq!(others.reduce(|a, b| (a.0.max(b.0), a.1.max(b.1))), Some(largest), "{what}");

@@ -86,13 +86,13 @@ impl MemoryPlan {
     }
 
     /// Divides every layer among `ranks` ranks, and plans the memory of the rank with the largest part.
-    pub fn with_ranks(self, ranks: usize) -> Self {
+    pub fn with_largest_share(self, ranks: usize) -> Self {
         // If a tensor cannot be divided equally, no other rank has a larger part than the first.
-        self.with_rank(0, ranks)
+        self.with_share(0, ranks)
     }
 
     /// Divides every layer among `ranks` ranks, and plans the memory of rank `rank`.
-    pub fn with_rank(mut self, rank: usize, ranks: usize) -> Self {
+    pub fn with_share(mut self, rank: usize, ranks: usize) -> Self {
         if ranks > 1 {
             self.ranks = ranks;
             let RankShare { weight_bytes, kv_heads } = &self.rank_shares[ranks - 1][rank];
@@ -109,7 +109,7 @@ impl MemoryPlan {
     /// With [`Split::Layers`], fails if there are more ranks than layers.
     pub fn with_split(self, split: Split, ranks: usize) -> Result<Self> {
         if split == Split::Tensor || ranks == 1 {
-            return Ok(self.with_ranks(ranks));
+            return Ok(self.with_largest_share(ranks));
         }
         let stages = self.stages_of_equal_devices(ranks)?;
         let plans = stages.into_iter().map(|stage| self.clone().with_stage(stage, ranks));
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn several_ranks_divide_weights_and_cache() {
-        let (one, two) = (plan(), plan().with_ranks(2));
+        let (one, two) = (plan(), plan().with_largest_share(2));
         assert_eq!(two.weight_bytes(), (1 << 30) + (9 << 30) / 2);
         let capacity = Capacity { context: 4096, chunk: 512 };
         assert_eq!(two.cache_blocks(capacity), one.cache_blocks(capacity));
@@ -157,7 +157,7 @@ mod tests {
         let plan = MemoryPlan { model_bytes, layout: CacheLayout::new(&layers), layers, ..plan() };
         let split = |split, ranks| plan.clone().with_split(split, ranks).map(|plan| plan.weight_bytes() >> 20);
         assert_eq!(split(Split::Layers, 2).unwrap(), 4 << 10, "2 layers, half of the head, all other weights");
-        assert_eq!(split(Split::Tensor, 2).unwrap(), plan.clone().with_ranks(2).weight_bytes() >> 20);
+        assert_eq!(split(Split::Tensor, 2).unwrap(), plan.clone().with_largest_share(2).weight_bytes() >> 20);
         assert_eq!(split(Split::Layers, 1).unwrap(), plan.weight_bytes() >> 20);
         assert!(split(Split::Layers, 4).is_err());
     }

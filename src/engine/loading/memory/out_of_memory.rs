@@ -17,7 +17,7 @@ impl MemoryPlan {
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
         let shorter = |largest: usize| if largest < context { largest } else { context / 2 };
         let fitting_context = self.largest_context(device).map(shorter).filter(|&context| context > 0);
-        let fits_on = |gpus: &usize| self.clone().with_ranks(*gpus).fit(context, device).is_some();
+        let fits_on = |gpus: &usize| self.clone().with_largest_share(*gpus).fit(context, device).is_some();
         let is_divisible = self.ranks == 1 && device.compute_capability.is_some();
         let fitting_gpus = [2, 4, 8].into_iter().find(|gpus| is_divisible && fits_on(gpus));
         Error::OutOfMemory {
