@@ -41,7 +41,7 @@ pub struct TaggedParser {
     /// The number of newlines that may still be dropped after the last tag.
     skip_newlines: usize,
     /// Whether the answer has begun. From then on, `<think>` counts as a tag only if it is a single token.
-    answered: bool,
+    has_answered: bool,
     tool_calls: Vec<ToolCall>,
     /// Whether the current tool call must end with `</tool_call>`.
     has_end_tag: bool,
@@ -60,7 +60,7 @@ impl TaggedParser {
             held: String::new(),
             bare_calls: None,
             skip_newlines: if thinking || prompt.ends_with(END_THINK) { MAX_NEWLINES } else { 0 },
-            answered: false,
+            has_answered: false,
             tool_calls: Vec::new(),
             has_end_tag: false,
             violations: FormatViolations::default(),
@@ -144,7 +144,7 @@ impl TaggedParser {
     fn tag(&self) -> Option<(&'static str, Channel)> {
         match self.channel {
             Channel::Reasoning => Some((END_THINK, Channel::Answer)),
-            Channel::Answer if !self.answered => Some((THINK, Channel::Reasoning)),
+            Channel::Answer if !self.has_answered => Some((THINK, Channel::Reasoning)),
             _ => None,
         }
     }
@@ -171,7 +171,7 @@ impl TaggedParser {
 
     /// Returns whether the output after the reasoning consists only of the held text, apart from whitespace.
     fn has_only_held(&self) -> bool {
-        self.channel == Channel::Answer && !self.answered && self.tool_calls.is_empty()
+        self.channel == Channel::Answer && !self.has_answered && self.tool_calls.is_empty()
     }
 
     /// Returns the offset in `held` at which a tag, whitespace before a tag, or a bare call may begin.
@@ -219,7 +219,7 @@ impl TaggedParser {
             return;
         }
         self.skip_newlines = 0;
-        self.answered |= self.channel == Channel::Answer && !text.trim().is_empty();
+        self.has_answered |= self.channel == Channel::Answer && !text.trim().is_empty();
         if self.channel == Channel::ToolCall
             && let Some(call) = self.tool_calls.last_mut()
         {

@@ -12,14 +12,14 @@ pub struct Limits {
     pub connect_timeout: Duration,
     /// The maximum time to receive the headers of a response. HF_HUB_ETAG_TIMEOUT sets this value.
     ///
-    /// The limit for the body of a metadata response is `response_timeout` plus `TIME_PER_BYTE` (`remote.rs`) for each
-    /// byte, but at most five times `response_timeout`.
+    /// The limit for the body of a metadata response is `response_timeout` plus `TIME_PER_BYTE` (`remote/mod.rs`) for
+    /// each byte, but at most five times `response_timeout`.
     pub response_timeout: Duration,
     /// The maximum wait for the next bytes of a response, headers included, while a file is downloaded.
     /// HF_HUB_DOWNLOAD_TIMEOUT sets this value.
     pub stall_timeout: Duration,
     /// The maximum wait before the first retry. The maximum doubles with each consecutive failure,
-    /// up to `MAX_BACKOFF` (`retry.rs`).
+    /// up to `MAX_BACKOFF` (`remote/retry.rs`).
     ///
     /// The actual wait before a retry is a random time between half of the maximum and the maximum,
     /// or the wait that the server asks for with Retry-After, whichever is longer.
