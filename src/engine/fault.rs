@@ -68,7 +68,7 @@ impl PlannedFault {
     }
 }
 
-/// A fault that makes the step fail that is about to run.
+/// A fault that makes the next step fail.
 pub enum StepFault {
     /// See [`Fault::Step`].
     Step,
@@ -102,7 +102,7 @@ impl FaultPlan {
 
     /// Counts the step that is about to run, and injects the fault if it is due.
     ///
-    /// Panics for [`Fault::Panic`]. Returns [`Fault::Step`] and [`Fault::Device`], which the caller injects.
+    /// Panics for [`Fault::Panic`]. For [`Fault::Step`] and [`Fault::Device`], the caller must let the step fail.
     pub fn before_step(&mut self, runner: &Runner) -> Option<StepFault> {
         self.steps += 1;
         self.inject_into_rank(runner);
