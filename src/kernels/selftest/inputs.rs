@@ -38,8 +38,9 @@ impl Random {
     }
 }
 
-/// The source of the random inputs of an operation. Every source returns the same numbers, and [`check`](super::check) gives each run
-/// of an operation a new source, so the run on the device and the run on the CPU get the same inputs.
+/// The source of the random inputs of an operation. Every source returns the same numbers, and
+/// [`check`](super::check) gives each run of an operation a new source, so the run on the device and the run on the CPU
+/// get the same inputs.
 pub(super) struct Noise(Random);
 
 impl Noise {
