@@ -19,19 +19,19 @@ fn long() -> Value {
 }
 
 /// Sends a request, and closes the connection while the answer is being generated.
-/// Waits until the server has noticed that the connection was lost, and returns the time at which it noticed.
+/// Waits until the server has noticed the loss. Returns the time of the loss, which is before the server noticed it.
 fn lose(server: &Server, headers: &[(&str, &str)], body: &Value) -> Instant {
     let mut stream = server.connect();
     let request_headers = [&[JSON], headers].concat();
     stream.write_all(&request("POST", PATH, &request_headers, body.to_string().as_bytes())).unwrap();
     server.wait("the request is running", |server| server.metric_with(headers, "inferno_num_requests_running") == 1.0);
+    let lost = Instant::now();
     // The server closes its side of the connection as soon as it notices that the client has closed the other side.
     stream.shutdown(Shutdown::Write).unwrap();
     stream.read_to_end(&mut Vec::new()).unwrap();
-    let noticed = Instant::now();
     // The server closes the connection a moment before it stores the answer for a retry.
     std::thread::sleep(Duration::from_millis(100));
-    noticed
+    lost
 }
 
 fn send(server: &Server, headers: &[(&str, &str)], body: &Value) -> Response {
@@ -71,12 +71,12 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
 #[test]
 fn a_client_that_does_not_come_back_costs_nothing_after_a_short_time() {
     let server = Server::start(&[]);
-    let started = Instant::now();
-    lose(&server, &[("x-stainless-retry-count", "1")], &endless(false));
+    let lost = lose(&server, &[("x-stainless-retry-count", "1")], &endless(false));
+    assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the server must keep generating for a retry");
     server.wait_until_idle();
-    let elapsed = started.elapsed();
+    let elapsed = lost.elapsed();
     assert!(
-        elapsed >= Duration::from_secs(2),
+        (Duration::from_secs(2)..Duration::from_secs(20)).contains(&elapsed),
         "the server must keep generating for 2 s, but stopped after {elapsed:?}"
     );
     assert_eq!(server.metric("inferno_canceled_sequences_total"), 1.0);
@@ -94,9 +94,9 @@ fn streams_and_requests_of_other_clients_are_canceled_at_once() {
         // On a busy machine, even an immediate cancellation can take this long, so try up to five times.
         let is_canceled_at_once = || {
             let canceled = server.metric("inferno_canceled_sequences_total");
-            let noticed = lose(&server, headers, &endless(is_stream));
+            let lost = lose(&server, headers, &endless(is_stream));
             server.wait_until_idle();
-            let elapsed = noticed.elapsed();
+            let elapsed = lost.elapsed();
             assert_eq!(server.metric("inferno_canceled_sequences_total"), canceled + 1.0, "{headers:?}: not canceled");
             elapsed < Duration::from_millis(1900)
         };
