@@ -1,18 +1,20 @@
 //! Tests that an error, a panic or a hang of one rank ends the engine with an error that names the rank.
 
 use std::process::Output;
+use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use inferno::device::Split;
 use inferno::engine::{Engine, Fault, FaultTime, PlannedFault, RankFault};
 use inferno::error::exit_code;
+use inferno::world::ANSWER_TIMEOUT;
 use inferno::{Error, GenerateOptions};
 use tempfile::TempDir;
 
 use crate::harness::TestCase;
 use crate::runner::queued_steps;
-use crate::support::engine::greedy;
+use crate::support::engine::{Answer, greedy};
 use crate::support::program::{inferno, text};
 
 /// The number of ranks in the rank fault tests.
@@ -58,7 +60,33 @@ fn step(work: Work) -> u64 {
     }
 }
 
+/// The number of engines that `check` may still start.
+/// Each engine has three rank threads. With too many engines, a rank might get no core for `ANSWER_TIMEOUT` (5 s).
+static FREE_ENGINES: Mutex<usize> = Mutex::new(8);
+
+/// Notified when an engine has ended.
+static ENGINE_ENDED: Condvar = Condvar::new();
+
+/// The permission to start an engine. Dropping it lets another test start an engine.
+struct EnginePermit;
+
+impl EnginePermit {
+    /// Waits until fewer than 8 engines are running.
+    fn wait() -> Self {
+        *ENGINE_ENDED.wait_while(FREE_ENGINES.lock().unwrap(), |free| *free == 0).unwrap() -= 1;
+        Self
+    }
+}
+
+impl Drop for EnginePermit {
+    fn drop(&mut self) {
+        *FREE_ENGINES.lock().unwrap() += 1;
+        ENGINE_ENDED.notify_one();
+    }
+}
+
 fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
+    let _permit = EnginePermit::wait();
     let name = format!("{fault:?} of rank {rank} in {work:?} with {split:?}");
     let engine = load(work, split);
     let options = GenerateOptions { ignore_eos: true, max_tokens: Some(200), ..greedy() };
@@ -132,14 +160,14 @@ fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank((fault, w
     });
 }
 
-/// A rank must answer within 5 s, but an engine may wait longer than that for its next request.
+/// A rank must answer within [`ANSWER_TIMEOUT`], but an engine may wait longer than that for its next request.
 #[test]
 fn an_engine_that_is_idle_for_long_does_not_fail() {
     let engine = load(Work::Idle, Split::Tensor);
-    thread::sleep(Duration::from_secs(8));
+    thread::sleep(ANSWER_TIMEOUT + Duration::from_secs(3));
     assert!(engine.failure().is_none() && !engine.has_stopped());
     let options = GenerateOptions { max_tokens: Some(3), ignore_eos: true, ..greedy() };
-    assert_eq!(crate::support::engine::Answer::read(engine.complete_ids(&[1, 2, 3], options).unwrap()).tokens.len(), 3);
+    assert_eq!(Answer::read(engine.complete_ids(&[1, 2, 3], options).unwrap()).tokens.len(), 3);
 }
 
 /// Runs the program on three ranks with `fault` in `INFERNO_FAULT`. Returns the output and the run time.
