@@ -214,7 +214,7 @@ impl Update {
     }
 }
 
-const UPDATES: [(&str, Update); 6] = {
+static UPDATES: [(&str, Update); 6] = {
     use DType::{BF16, F32};
     use PartialForm::{Experts, ProductParts, RoundedRows, Rows};
     [
@@ -227,10 +227,16 @@ const UPDATES: [(&str, Update); 6] = {
     ]
 };
 
-/// Returns a case for each of [`UPDATES`] with each tested combination of world size and exchange path.
-fn updates() -> Vec<TestCase<(usize, ExchangePath, Update)>> {
+/// Updates that a test runs one after another in the same world.
+type Updates = &'static [(&'static str, Update)];
+
+/// Returns a case for each of [`UPDATES`] alone, and a case for all of them together, with each tested combination of
+/// world size and exchange path. In a case with all updates, each update finds a mailbox that other forms have used.
+fn updates() -> Vec<TestCase<(usize, ExchangePath, Updates)>> {
     let with_updates = |TestCase { name: world, value: (size, path), .. }: TestCase<(usize, ExchangePath)>| {
-        UPDATES.map(|(name, update)| gpu_case(format!("{world}::{name}"), (size, path, update)))
+        let alone = UPDATES.iter().map(|update| (update.0, std::slice::from_ref(update)));
+        let cases = alone.chain([("all_forms", &UPDATES[..])]);
+        cases.map(move |(name, updates)| gpu_case(format!("{world}::{name}"), (size, path, updates)))
     };
     sizes_and_paths().into_iter().flat_map(with_updates).collect()
 }
@@ -260,11 +266,13 @@ const STREAM_SIZES: [StreamSize; 7] = [
 
 /// Adds partial results to a residual stream. Compares the sum and its RMSNorm with values computed on the host.
 #[test(each_alone = updates)]
-fn gpus_add_partial_results_to_the_residual_stream((size, path, update): (usize, ExchangePath, Update)) {
+fn gpus_add_partial_results_to_the_residual_stream((size, path, updates): (usize, ExchangePath, Updates)) {
     on_gpus(size, path, |world, device, exchange| {
         for stream in &STREAM_SIZES {
             for rounds in [true, false] {
-                check_update(update, stream, rounds, world, device, exchange);
+                for (name, update) in updates {
+                    check_update(name, *update, stream, rounds, world, device, exchange);
+                }
             }
         }
     });
@@ -272,6 +280,7 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path, update): (usize,
 
 /// Checks one update on one rank. If `rounds`, the ranks round their partial results to bf16.
 fn check_update(
+    name: &str,
     update: Update,
     stream: &StreamSize,
     rounds: bool,
@@ -282,7 +291,7 @@ fn check_update(
     const EPS: f32 = 1e-3;
     let Update { has_bias, dtype, .. } = update;
     let &StreamSize { rows, columns, is_divided_by_two, has_exact_update } = stream;
-    let case = format!("{rows} x {columns}, rounds: {rounds}");
+    let case = format!("{name}, {rows} x {columns}, rounds: {rounds}");
     // The partial result of a rank has the rank as its seed. All values are whole numbers, so their sums are exact.
     let (x_seed, bias_seed, weight_seed) = (90, 91, 92);
     let value = |seed: usize, i: usize| ((i * 31 + seed * 17 + i / 977 + 5) % 1009) as f32 - 504.0;
