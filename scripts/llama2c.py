@@ -84,7 +84,7 @@ def is_same(prompt, options, context):
 
 
 def convert_weights(data, out):
-    """Writes model.safetensors and config.json. Returns the config. The format is described in llama2.c's export.py."""
+    """Writes model.safetensors and config.json. Returns the config. llama2.c's export script describes the format."""
     header = struct.Struct("7i")
     hidden, intermediate, layers, heads, kv_heads, vocab, context = header.unpack_from(data)
     # A positive vocabulary size means that the embedding is also the output head.
