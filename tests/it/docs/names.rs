@@ -24,6 +24,8 @@ fn named_source_files(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// Pages and comments may leave out the first folders of a path, as in `engine/handle/mod.rs`.
+/// In a comment, a file name without a folder must belong to one file only, or to a file in the folder of the comment.
+/// A name that many files have, such as `mod.rs`, may stand for all of them.
 #[test]
 fn source_files_that_the_pages_and_comments_name_exist() {
     let mut files = vec![repository().join("build.rs")];
@@ -55,7 +57,14 @@ fn source_files_that_the_pages_and_comments_name_exist() {
         for (index, comment) in comments {
             for path in named_source_files(comment) {
                 in_comments += 1;
-                assert_exists(&format!("{}:{}", file.display(), index + 1), path);
+                let place = format!("{}:{}", file.display(), index + 1);
+                assert_exists(&place, path);
+                let is_general = path.contains('/') || ["lib.rs", "main.rs", "mod.rs"].contains(&path);
+                let is_clear = is_general || file.with_file_name(path).exists();
+                assert!(
+                    is_clear || files.iter().filter(|file| file.ends_with(path)).count() <= 1,
+                    "{place} names {path}, but several files have this name; add a folder"
+                );
             }
         }
     }
@@ -65,16 +74,17 @@ fn source_files_that_the_pages_and_comments_name_exist() {
     );
 }
 
-/// In scripts, fuzz targets and deployment files, this test finds paths even without backticks: in comments, and on
-/// all lines of Python files.
+/// In scripts, fuzz targets, deployment files and Cargo.toml, this test finds paths even without backticks:
+/// in comments, and on all lines of Python files.
 #[test]
 fn source_files_that_comments_of_scripts_name_exist() {
     let extensions = [&SOURCE[..], &["py", "sh"]].concat();
-    let mut files = Vec::new();
-    for folder in ["src", "tests", "benches", "fuzz", "scripts", "deploy"] {
+    let mut files = vec![repository().join("build.rs")];
+    for folder in ["src", "tests", "benches", "fuzz", "examples", "scripts", "deploy"] {
         collect(&repository().join(folder), &extensions, &mut files);
     }
-    let mut scripts = vec![repository().join("fuzz/Cargo.toml"), repository().join("deploy/Dockerfile")];
+    let mut scripts: Vec<PathBuf> =
+        ["Cargo.toml", "fuzz/Cargo.toml", "deploy/Dockerfile"].map(|path| repository().join(path)).into();
     for folder in ["scripts", "deploy", "fuzz/src", "fuzz/fuzz_targets"] {
         collect(&repository().join(folder), &["rs", "py", "sh", "yaml"], &mut scripts);
     }

@@ -11,7 +11,7 @@ use super::client::{JSON, Server, chat};
 use crate::support::program::{assert_fails, inferno, run};
 
 /// Requests that need an API key, as (method, path).
-/// The list has at least one request for each route in `router.rs`, except for `/health` and `/live`.
+/// The list has at least one request for each route in `server/router.rs`, except for `/health` and `/live`.
 const ROUTES: &[(&str, &str)] = &[
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
