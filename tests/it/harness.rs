@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 
 use clap::Parser;
+use inferno::device::{self, DeviceChoice};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use crate::support::program::{can_mount, libraries_are_loaded_on_demand};
@@ -73,6 +74,8 @@ impl Test {
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
+    /// An NVIDIA GPU with compute capability 9.0.
+    Hopper,
     /// An NVIDIA GPU, and a build with the feature `flash-attn`.
     FlashAttn,
     Fixtures,
@@ -81,10 +84,21 @@ pub enum Need {
     NoDriver,
     /// The right to mount filesystems, for tests of full and read-only disks.
     Mount,
+    /// A signal that this process does not ignore. Only cases whose signal is ignored have this need.
+    DefaultSignal,
 }
 
 impl Need {
-    const ALL: [Need; 6] = [Need::Gpu, Need::FlashAttn, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
+    const ALL: [Need; 8] = [
+        Need::Gpu,
+        Need::Hopper,
+        Need::FlashAttn,
+        Need::Fixtures,
+        Need::FullSize,
+        Need::NoDriver,
+        Need::Mount,
+        Need::DefaultSignal,
+    ];
 
     /// Returns whether this machine and this build meet the requirement.
     /// For `Fixtures` and `FullSize`, checks only that the environment variable is set.
@@ -92,33 +106,39 @@ impl Need {
     fn is_met(self) -> bool {
         match self {
             Need::Gpu => is_gpu_expected(),
+            Need::Hopper => is_hopper_expected(),
             Need::FlashAttn => cfg!(feature = "flash-attn") && is_gpu_expected(),
             Need::Fixtures => std::env::var_os("INFERNO_FIXTURES").is_some(),
             Need::FullSize => std::env::var_os("INFERNO_FULL_SIZE").is_some(),
             Need::NoDriver => libraries_are_loaded_on_demand(),
             Need::Mount => can_mount(),
+            Need::DefaultSignal => false,
         }
     }
 
     fn name(self) -> &'static str {
         match self {
             Need::Gpu => "an NVIDIA GPU",
+            Need::Hopper => "an NVIDIA Hopper GPU",
             Need::FlashAttn => "an NVIDIA GPU and a build with the feature flash-attn",
             Need::Fixtures => "the fixtures in INFERNO_FIXTURES",
             Need::FullSize => "a GPU and the model in INFERNO_FULL_SIZE",
             Need::NoDriver => "a build that starts without an NVIDIA driver",
             Need::Mount => "the right to mount filesystems",
+            Need::DefaultSignal => "a signal that this process does not ignore",
         }
     }
 
     fn command(self) -> &'static str {
         match self {
             Need::Gpu => "INFERNO_REQUIRE_GPU=1 cargo test --features cuda",
+            Need::Hopper => "INFERNO_REQUIRE_GPU=1 cargo test --features cuda, with a Hopper GPU as the first GPU",
             Need::FlashAttn => "INFERNO_REQUIRE_GPU=1 cargo test --features flash-attn",
             Need::Fixtures => "INFERNO_FIXTURES=DIR cargo test",
             Need::FullSize => "INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size",
             Need::NoDriver => "cargo test --release --features cuda",
             Need::Mount => "cargo test, as a user for whom `unshare -Urm` succeeds",
+            Need::DefaultSignal => "cargo test, but not under `nohup`",
         }
     }
 }
@@ -127,6 +147,13 @@ impl Need {
 pub fn is_gpu_expected() -> bool {
     std::env::var("INFERNO_REQUIRE_GPU").is_ok_and(|value| !matches!(value.as_str(), "" | "0"))
         || inferno::device::gpu_count() > 0
+}
+
+/// Returns whether a GPU is expected, and the first GPU is a Hopper GPU. A GPU that cannot be opened counts as Hopper,
+/// so that its tests run and fail.
+fn is_hopper_expected() -> bool {
+    let capability = || device::info(&device::open(DeviceChoice::FirstCuda).ok()?).ok()?.compute_capability;
+    is_gpu_expected() && capability().is_none_or(|capability| capability == (9, 0))
 }
 
 /// Fails a GPU test in a build without CUDA.

@@ -55,5 +55,6 @@ mod weights;
 
 fn main() -> std::process::ExitCode {
     inferno::init();
+    commands::signals::crash_if_requested();
     harness::main()
 }

@@ -7,4 +7,4 @@ mod doctor;
 #[cfg(target_os = "linux")]
 mod full_disk;
 mod show;
-mod signals;
+pub mod signals;

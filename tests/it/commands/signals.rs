@@ -1,7 +1,6 @@
 //! Tests of keys and signals: typed-ahead and invalid input, Ctrl-C, Ctrl-Z, and the restored terminal modes.
 
 use std::fs;
-use std::time::Duration;
 
 use nix::sys::signal::kill;
 use nix::sys::termios::{SetArg, cfmakeraw, tcgetattr, tcsetattr};
@@ -10,6 +9,7 @@ use nix::unistd::Pid;
 use rexpect::process::Signal;
 use tempfile::TempDir;
 
+use crate::harness::{Need, TestCase};
 use crate::support::screen::{DEMO, Screen};
 
 const CTRL_C: &[u8] = b"\x03";
@@ -29,12 +29,9 @@ fn stream(chat: &mut Screen) {
     chat.wait("\x1b[2m");
 }
 
-#[test]
-fn signals_restore_the_terminal() {
-    let home = TempDir::new().unwrap();
-    // The shell outlives the program, so the test can check the terminal state that the program leaves behind.
-    let shell = "ulimit -c 0; trap : TERM HUP QUIT ABRT SEGV BUS XCPU USR1; \"$@\"; echo ended with $?; read line";
-    for (signal, in_mid_stream) in [
+/// Returns the tested signals, and whether each signal arrives while an answer is streaming.
+fn signals() -> Vec<TestCase<(Signal, bool)>> {
+    let cases = [
         (Signal::SIGTERM, true),
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
@@ -46,38 +43,52 @@ fn signals_restore_the_terminal() {
         (Signal::SIGBUS, true),
         (Signal::SIGXCPU, true),
         (Signal::SIGUSR1, false),
-    ] {
-        if is_ignored(signal) {
-            println!("skipped: this process and its children ignore {signal}, as under nohup");
-            continue;
-        }
-        let mut chat = Screen::with_script(&home, shell, &[&DEMO[..], &LONG_ANSWER].concat(), &[]);
-        chat.wait(">>> ");
-        chat.settle();
-        if in_mid_stream {
-            stream(&mut chat);
-        }
-        assert!(!chat.is_sane());
-        kill(Pid::from_raw(-chat.pid().as_raw()), signal).unwrap();
-        chat.wait(&format!("ended with {}", 128 + signal as i32));
-        assert!(chat.is_sane(), "{signal}, {in_mid_stream}");
-        let written = String::from_utf8_lossy(&chat.written).into_owned();
-        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is on after {signal}");
+    ];
+    let case = |(signal, in_mid_stream): (Signal, bool)| TestCase {
+        name: format!("{signal}::{}", if in_mid_stream { "in_mid_stream" } else { "at_the_prompt" }),
+        // The children of this process also ignore the signal.
+        need: is_ignored(signal).then_some(Need::DefaultSignal),
+        value: (signal, in_mid_stream),
+    };
+    cases.map(case).into()
+}
+
+#[test(each = signals)]
+fn signals_restore_the_terminal((signal, in_mid_stream): (Signal, bool)) {
+    let home = TempDir::new().unwrap();
+    // The shell outlives the program, so the test can check the terminal state that the program leaves behind.
+    let shell = "ulimit -c 0; trap : TERM HUP QUIT ABRT SEGV BUS XCPU USR1; \"$@\"; echo ended with $?; read line";
+    let mut chat = Screen::with_script(&home, shell, &[&DEMO[..], &LONG_ANSWER].concat(), &[]);
+    chat.wait(">>> ");
+    chat.settle();
+    if in_mid_stream {
+        stream(&mut chat);
+    }
+    assert!(!chat.is_sane());
+    kill(Pid::from_raw(-chat.pid().as_raw()), signal).unwrap();
+    chat.wait(&format!("ended with {}", 128 + signal as i32));
+    assert!(chat.is_sane());
+    let written = String::from_utf8_lossy(&chat.written).into_owned();
+    assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is still on");
+}
+
+/// The environment variable with which [`crashes_restore_the_terminal`] tells a copy of this process how to end.
+const CRASH: &str = "INFERNO_TEST_CRASH";
+
+/// Ends this process if the variable [`CRASH`] is set. `main` calls this function before the harness runs any test.
+pub fn crash_if_requested() {
+    if let Ok(kind) = std::env::var(CRASH) {
+        crash(&kind);
     }
 }
 
-/// The environment variable with which [`crashes_restore_the_terminal`] tells [`crash`] how to end its process.
-const CRASH: &str = "INFERNO_TEST_CRASH";
-
-/// Switches the terminal to raw mode and ends the process. Does nothing if the variable [`CRASH`] is not set.
-#[test]
-fn crash() {
-    let Ok(kind) = std::env::var(CRASH) else { return };
+/// Switches the terminal to raw mode and ends the process.
+fn crash(kind: &str) {
     inferno::terminal::guard();
     let mut modes = tcgetattr(std::io::stdin()).unwrap();
     cfmakeraw(&mut modes);
     tcsetattr(std::io::stdin(), SetArg::TCSANOW, &modes).unwrap();
-    let _: u64 = match kind.as_str() {
+    let _: u64 = match kind {
         "abort" => std::process::abort(),
         "exit" => std::process::exit(3),
         "panic" => panic!("on purpose"),
@@ -98,7 +109,7 @@ fn crashes_restore_the_terminal() {
     let home = TempDir::new().unwrap();
     let program = std::env::current_exe().unwrap();
     for (kind, code) in [("fault", 139), ("overflow", 134), ("abort", 134), ("panic", 101), ("exit", 3)] {
-        let script = "ulimit -c 0; \"$PROGRAM\" --exact commands::signals::crash; echo ended with $?; read line";
+        let script = "ulimit -c 0; \"$PROGRAM\"; echo ended with $?; read line";
         let environment = [(CRASH, kind), ("PROGRAM", program.to_str().unwrap())];
         let mut shell = Screen::with_script(&home, script, &[], &environment);
         shell.wait(&format!("ended with {code}"));
@@ -231,7 +242,8 @@ fn invalid_utf_8_leaves_the_line_unchanged() {
 fn ctrl_c_in_the_editor_does_not_reach_the_chat() {
     let home = TempDir::new().unwrap();
     let editor = home.path().join("editor.sh");
-    let script = "trap : INT; echo editor is ready; while ! read line; do :; done; echo What is a token? > \"$1\"\n";
+    let wait = "trap 'echo interrupted' INT; echo editor is ready; while ! read line; do :; done";
+    let script = format!("{wait}; echo What is a token? > \"$1\"\n");
     fs::write(&editor, script).unwrap();
     let command = format!("sh {}", editor.display());
     let mut chat = Screen::new(&home, &DEMO, &[("EDITOR", &command), ("VISUAL", "")]);
@@ -241,7 +253,7 @@ fn ctrl_c_in_the_editor_does_not_reach_the_chat() {
     chat.wait("editor is ready");
     for _ in 0..3 {
         chat.send(CTRL_C);
-        std::thread::sleep(Duration::from_millis(300));
+        chat.wait("interrupted");
     }
     chat.send(b"\r");
     chat.wait("What is a token?");
