@@ -203,9 +203,10 @@ fn routed_pairs_match_separate_operations() {
     // All cases use the same device, because an array in route.cu keeps its contents from launch to launch.
     // A case must leave nothing in the array that affects the next case.
     let device = gpu();
-    // GPUs that run Hopper code route up to 256 tokens in one launch. `choose_experts` routes the other cases if the hidden
-    // size is a multiple of 16 and `is_fastest` returns true, as with 257, 1999, 2048, 4224 and 5001 tokens on an H200.
-    // There, thread blocks route two tiles of tokens with 4224 and 5001 tokens. Separate kernels route the rest.
+    // GPUs that run Hopper code route up to 256 tokens in one launch. `choose_experts` routes the other cases if the
+    // hidden size is a multiple of 16 and `is_fastest` returns true, as with 257, 1999, 2048, 4224 and 5001 tokens on
+    // an H200. There, thread blocks route two tiles of tokens with 4224 and 5001 tokens. Separate kernels route the
+    // rest.
     for Case { tokens, experts, chosen, hidden: columns } in [
         Case { tokens: 1, experts: 3, chosen: 1, hidden: 4 },
         Case { tokens: 7, experts: 32, chosen: 4, hidden: 132 },

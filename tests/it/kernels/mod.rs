@@ -10,6 +10,7 @@ mod attention;
 mod attention_tiles;
 #[cfg(feature = "cuda")]
 mod experts;
+#[cfg(feature = "cuda")]
 mod matmul;
 mod moe;
 mod sampling;
