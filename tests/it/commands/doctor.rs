@@ -82,12 +82,12 @@ fn hub_and_token_are_checked() {
         find("hub")
     };
     expect(with(None, false), "PASS", &["no token"]);
-    assert!(fake.heads().iter().all(|head| !head.to_lowercase().contains("authorization")));
+    assert!(fake.take_heads().iter().all(|head| !head.to_lowercase().contains("authorization")));
     expect(with(Some("hf_secret"), false), "PASS", &["accepts the token"]);
     expect(with(Some("hf_wrong"), false), "WARN", &["rejects the token"]);
-    fake.heads();
+    fake.take_heads();
     expect(with(Some("hf_secret"), true), "PASS", &["HF_HUB_OFFLINE"]);
-    assert!(fake.heads().is_empty());
+    assert!(fake.take_heads().is_empty());
 }
 
 #[test]

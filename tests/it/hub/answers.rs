@@ -68,7 +68,7 @@ fn many_names_of_one_file_are_downloaded() {
     output.assert_succeeds();
     let snapshot = home.path().join("models/models--org--tiny-model/snapshots").join(COMMIT);
     assert_eq!(fs::read(snapshot.join("copies/19999.json")).unwrap(), config);
-    assert_eq!(fake.lines().len(), 2, "expected one request for the listing and one for the contents");
+    assert_eq!(fake.take_lines().len(), 2, "expected one request for the listing and one for the contents");
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn slow_answers_are_given_up() {
     fake.change(|state| state.listing_pace = Some((1, Duration::from_millis(20))));
     let (message, code) = message_and_code(slow(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert!(code == 5 && message.contains("the hub sent only"), "{message}");
-    assert_eq!(fake.lines().len(), 1, "a slow listing was requested again");
+    assert_eq!(fake.take_lines().len(), 1, "a slow listing was requested again");
 
     // `Hub::inspect`, which `show --remote` calls, also gives up on a slow file.
     let fake = FakeHub::start(&[("config.json", &[b' '; 10_000])]);
@@ -213,7 +213,7 @@ fn huge_answers_are_not_read_to_the_end() {
     let fake = with_listing(vec![b' '; 200 << 20]);
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
     output.assert_fails(5, &["the list of files is larger than 64 MiB"]);
-    assert_eq!(fake.lines().len(), 1, "the list of files was requested again");
+    assert_eq!(fake.take_lines().len(), 1, "the list of files was requested again");
 
     let index = vec![b' '; 40 << 20];
     let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, &index)]);
@@ -266,7 +266,7 @@ fn token_is_not_sent_over_http_to_other_machines() {
         // The fake hub also serves as the proxy, which inferno uses for all hosts except this machine.
         command.env("HF_ENDPOINT", endpoint).env("HTTP_PROXY", fake.endpoint()).env("HF_TOKEN", "hf_secret");
         let output = command.output().unwrap();
-        (output, fake.heads().iter().filter(|head| head.contains("hf_secret")).count())
+        (output, fake.take_heads().iter().filter(|head| head.contains("hf_secret")).count())
     };
     let (output, sent) = run(&fake.endpoint(), &["download", REPO]);
     assert!(output.status.success() && sent > 0, "{}", text(&output.stderr));

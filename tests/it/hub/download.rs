@@ -53,11 +53,11 @@ fn download_writes_the_hugging_face_cache_layout() {
 fn second_download_fetches_nothing() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
-    let first = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
-    fake.lines();
+    let first = machine.download().unwrap();
+    fake.take_lines();
     let events = Recorder::default();
     assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap(), first);
-    assert_eq!(fake.lines(), [format!("GET /api/models/{REPO}/revision/main?blobs=true")]);
+    assert_eq!(fake.take_lines(), [format!("GET /api/models/{REPO}/revision/main?blobs=true")]);
     assert_eq!(events.all(), ["already present: Inferno"]);
 }
 
@@ -65,16 +65,16 @@ fn second_download_fetches_nothing() {
 fn unchanged_files_are_shared_between_commits() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
-    fake.lines();
+    machine.download().unwrap();
+    fake.take_lines();
     let newer = "f".repeat(40);
     fake.change(|state| {
         state.commit = newer.clone();
         state.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
     });
-    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    let snapshot = machine.download().unwrap();
     assert_eq!(snapshot.revision.as_deref(), Some(newer.as_str()));
-    assert_eq!(fake.lines()[1..], [format!("GET /{REPO}/resolve/{newer}/config.json")]);
+    assert_eq!(fake.take_lines()[1..], [format!("GET /{REPO}/resolve/{newer}/config.json")]);
     assert_eq!(machine.hub().find(REPO, None).unwrap(), snapshot);
     let older = machine.hub().find(&format!("{REPO}@{COMMIT}"), None).unwrap();
     assert_eq!(older.revision.as_deref(), Some(COMMIT));
@@ -92,8 +92,8 @@ fn interrupted_download_is_resumed() {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &weights[..20_000]).unwrap();
         fake.change(|state| state.supports_ranges = supports_ranges);
-        let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
-        assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-")));
+        let snapshot = machine.download().unwrap();
+        assert!(fake.take_heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-")));
         assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights, "ranges: {supports_ranges}");
         assert!(!partial.exists());
         fs::remove_dir_all(machine.repo()).unwrap();
@@ -102,7 +102,7 @@ fn interrupted_download_is_resumed() {
     for leftover in [weights.clone(), pattern(60_000, 9)] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &leftover).unwrap();
-        let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+        let snapshot = machine.download().unwrap();
         assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights);
         fs::remove_dir_all(machine.repo()).unwrap();
     }
@@ -113,9 +113,9 @@ fn broken_connection_is_resumed() {
     let fake = FakeHub::single();
     fake.change(|state| state.faults.push_back(Fault::Cut(30_000)));
     let machine = Machine::new(fake.endpoint());
-    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    let snapshot = machine.download().unwrap();
     assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
-    assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=30000-")));
+    assert!(fake.take_heads().iter().any(|head| head.to_lowercase().contains("range: bytes=30000-")));
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn concurrent_downloads_fetch_each_file_once() {
     let snapshot = machine.hub().find(REPO, None).unwrap();
     assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
     assert_eq!(
-        fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count(),
+        fake.take_lines().iter().filter(|line| line.ends_with("model.safetensors")).count(),
         1,
         "expected one request for the weights"
     );
@@ -154,7 +154,7 @@ fn head_requests_complete_a_listing_without_sizes() {
             assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
         }
         assert_eq!(events.all()[0], "start 3 files, 50004 bytes");
-        assert!(fake.lines().contains(&format!("HEAD /{REPO}/resolve/{COMMIT}/model.safetensors")));
+        assert!(fake.take_lines().contains(&format!("HEAD /{REPO}/resolve/{COMMIT}/model.safetensors")));
     }
 }
 
@@ -168,7 +168,7 @@ fn include_replaces_the_weights() {
     assert_eq!(fs::read(snapshot.path.join("gguf/model.Q4.gguf")).unwrap(), b"GGUF");
     let link = fs::read_link(snapshot.path.join("gguf/model.Q4.gguf")).unwrap();
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
-    assert_eq!(fake.lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
+    assert_eq!(fake.take_lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
     assert_eq!(fs::read_to_string(machine.repo().join("refs/refs/pr/1")).unwrap(), COMMIT);
     // A snapshot is a complete model even if its only weights are a GGUF file.
     let file = snapshot.path.join("gguf/model.Q4.gguf");
@@ -195,14 +195,11 @@ fn model_in_the_shared_cache_is_not_downloaded() {
     let events = Recorder::default();
     assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap(), expected);
     assert_eq!(events.all(), ["already present: HuggingFace"]);
-    assert_eq!(fake.lines().len(), 1, "expected only the request for the listing");
+    assert_eq!(fake.take_lines().len(), 1, "expected only the request for the listing");
 
     // A file whose size differs from the size in the listing counts as missing.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
-    assert_eq!(
-        machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap().source,
-        SnapshotSource::Inferno
-    );
+    assert_eq!(machine.download().unwrap().source, SnapshotSource::Inferno);
 }
 
 #[test]
@@ -212,12 +209,12 @@ fn offline_uses_the_cache_and_sends_no_request() {
     let (message, code) = message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("HF_HUB_OFFLINE") && message.contains(REPO), "{message}");
-    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
-    fake.lines();
+    let snapshot = machine.download().unwrap();
+    fake.take_lines();
     let events = Recorder::default();
     assert_eq!(machine.offline().download(REPO, None, &FileFilter::default(), &events).unwrap(), snapshot);
     assert_eq!(events.all(), ["already present: Inferno"]);
-    assert!(fake.lines().is_empty());
+    assert!(fake.take_lines().is_empty());
 }
 
 /// Some mirrors build etags from the modification time and the file size, which do not identify the contents.
@@ -230,7 +227,7 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
             state.files.insert(SHARDS[0].into(), pattern(90_000, first));
             state.files.insert(SHARDS[1].into(), pattern(90_000, second));
         });
-        let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+        let snapshot = machine.download().unwrap();
         assert!(fs::read(snapshot.path.join(SHARDS[0])).unwrap() == pattern(90_000, first));
         assert!(fs::read(snapshot.path.join(SHARDS[1])).unwrap() == pattern(90_000, second));
     };
@@ -266,9 +263,9 @@ fn weights_without_the_small_files_are_not_a_model() {
     assert_eq!(message_and_code(hub.find(REPO, None)).1, 3);
     assert_eq!(message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &())).1, 5);
     fake.change(|state| state.faults.clear());
-    fake.lines();
+    fake.take_lines();
     hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
-    assert!(hub.find(REPO, None).is_ok() && !fake.lines().iter().any(|line| line.ends_with(SHARDS[0])));
+    assert!(hub.find(REPO, None).is_ok() && !fake.take_lines().iter().any(|line| line.ends_with(SHARDS[0])));
 }
 
 #[test]
@@ -277,16 +274,16 @@ fn interrupted_download_is_not_a_model() {
     // The listing names the second shard, but the hub cannot send it.
     fake.change(|state| state.lost = Some(SHARDS[1]));
     let machine = Machine::new(fake.endpoint());
-    let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, _) = message_and_code(machine.download());
     assert!(message.contains("does not have it"), "{message}");
     assert!(!machine.repo().join("refs").exists());
     let (message, code) = message_and_code(machine.hub().find(REPO, None));
     assert_eq!(code, 3);
     assert!(message.contains("the model is incomplete"), "{message}");
     fake.change(|state| state.lost = None);
-    fake.lines();
-    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
-    let fetched = fake.lines();
+    fake.take_lines();
+    machine.download().unwrap();
+    let fetched = fake.take_lines();
     assert!(fetched.contains(&format!("GET /{REPO}/resolve/{COMMIT}/{}", SHARDS[1])));
     assert!(!fetched.iter().any(|line| line.ends_with(INDEX)), "{fetched:?}");
 }

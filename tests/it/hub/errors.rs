@@ -53,8 +53,8 @@ fn token_is_sent_to_the_endpoint_only() {
     fake.change(|state| state.storage = Some(format!("http://localhost:{}", storage.port)));
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
-    assert!(fake.heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
-    let storage_requests = storage.heads();
+    assert!(fake.take_heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
+    let storage_requests = storage.take_heads();
     // config.json and tokenizer.json have the same contents, so one request fetches both.
     assert_eq!(storage_requests.len(), 2, "{storage_requests:?}");
     assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{storage_requests:?}");
@@ -64,7 +64,7 @@ fn token_is_sent_to_the_endpoint_only() {
 fn error_names_a_hub_that_does_not_answer() {
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let machine = Machine::new(format!("http://127.0.0.1:{closed}"));
-    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.download());
     assert_eq!(code, 5);
     assert!(message.contains(&format!("127.0.0.1:{closed}")), "{message}");
 }
@@ -73,7 +73,7 @@ fn error_names_a_hub_that_does_not_answer() {
 fn error_names_the_formats_of_the_repository() {
     let fake = FakeHub::start(&[("config.json", b"{}"), ("a.onnx", b"ONNX"), ("pytorch_model.bin", b"pickle")]);
     let machine = Machine::new(fake.endpoint());
-    let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, _) = message_and_code(machine.download());
     assert!(message.contains("needs safetensors or GGUF") && message.contains(".bin, .onnx"), "{message}");
 }
 
@@ -82,9 +82,9 @@ fn full_disk_is_an_error_before_the_download() {
     let fake = FakeHub::single();
     fake.change(|state| state.claimed_bytes = Some(1 << 49));
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.download());
     assert_eq!(code, 11, "{message}");
-    assert_eq!(fake.lines().len(), 1, "expected only the request for the listing");
+    assert_eq!(fake.take_lines().len(), 1, "expected only the request for the listing");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn paths_outside_the_cache_are_refused() {
         let index = format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#);
         let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, index.as_bytes())]);
         let machine = Machine::new(fake.endpoint());
-        let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        let (message, _) = message_and_code(machine.download());
         assert!(message.contains("not a plain file name"), "{message}");
         assert!(outside(&machine).is_empty());
         assert!(!Path::new("/tmp/inferno-escaped").exists());
@@ -107,13 +107,13 @@ fn paths_outside_the_cache_are_refused() {
         let fake = FakeHub::single();
         fake.change(|state| drop(state.files.insert(name.to_string(), b"{}".to_vec())));
         let machine = Machine::new(fake.endpoint());
-        let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        let (message, _) = message_and_code(machine.download());
         assert!(message.contains("not a valid path in a repository"), "{message}");
         assert!(file_names(machine.dir.path()).is_empty());
     }
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let message = || message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0;
+    let message = || message_and_code(machine.download()).0;
     fake.change(|state| state.claimed_etag = Some("../../etag"));
     assert!(message().contains("etag"), "{}", message());
     fake.change(|state| (state.claimed_etag, state.commit) = (None, "../../../commit".to_string()));
@@ -134,7 +134,7 @@ fn invalid_names_are_rejected_before_any_request() {
             .0
             .contains("is not a valid revision")
     );
-    assert!(fake.lines().is_empty());
+    assert!(fake.take_lines().is_empty());
 }
 
 #[test]
@@ -157,10 +157,7 @@ fn impossible_listings_are_refused() {
         let fake = FakeHub::single();
         fake.change(change);
         let machine = Machine::new(fake.endpoint());
-        for result in [
-            machine.hub().download(REPO, None, &FileFilter::default(), &()).map(|_| ()),
-            machine.hub().inspect(REPO, None).map(|_| ()),
-        ] {
+        for result in [machine.download().map(|_| ()), machine.hub().inspect(REPO, None).map(|_| ())] {
             let error = result.unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");
         }

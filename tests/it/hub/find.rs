@@ -18,7 +18,7 @@ fn newest_commit_wins_in_either_cache() {
         ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &state.files[name][..])).to_vec();
     machine.write_snapshot("shared", REPO, COMMIT, &files);
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision, Some(old.clone()));
-    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    machine.download().unwrap();
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision.as_deref(), Some(COMMIT));
 }
 
@@ -44,7 +44,7 @@ fn directory_is_found_as_a_model() {
 fn one_of_several_gguf_files_is_chosen_by_its_tag() {
     let fake = FakeHub::start(&[("a-Q4_K_M.gguf", b"GGUF"), ("a-Q8_0.gguf", b"GGUF!"), ("README.md", b"")]);
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.download());
     assert_eq!(code, 2, "{message}");
     assert!(message.contains(&format!("inferno download {REPO}:Q4_K_M\n")), "{message}");
     assert!(message.contains("a-Q8_0.gguf"), "{message}");
@@ -64,7 +64,7 @@ fn gguf_file_names_may_have_capitals() {
     let parts = ["b-Q8_0-00001-of-00002.GGUF", "b-Q8_0-00002-of-00002.GGUF"];
     let fake = FakeHub::start(&[("a-Q4_K_M.GGUF", b"GGUF?"), (parts[0], b"GGUF"), (parts[1], b"GGUF!")]);
     let machine = Machine::new(fake.endpoint());
-    let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, _) = message_and_code(machine.download());
     assert!(message.contains(&format!("inferno download {REPO}:Q4_K_M\n")), "{message}");
     let tag = |tag: &str| FileFilter { tag: Some(tag.to_string()), ..FileFilter::default() };
     let snapshot = machine.hub().download(REPO, None, &tag("Q8_0"), &()).unwrap();

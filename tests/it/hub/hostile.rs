@@ -51,7 +51,7 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     assert!(!machine.repo().join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))).exists(), "{fault:?}");
     // The next download may reuse bytes that the failed download fetched.
     fake.change(|state| state.faults.clear());
-    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    let snapshot = machine.download().unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3), "{fault:?}");
     message_and_code
 }
@@ -82,11 +82,11 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
     assert_eq!(code, 5, "{message}");
     assert!(message.contains("stopped at 5 of 50000 bytes"), "{message}");
     // The client makes five attempts: the first one and four retries.
-    assert_eq!(fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count(), 5);
+    assert_eq!(fake.take_lines().iter().filter(|line| line.ends_with(WEIGHTS)).count(), 5);
     // The next download starts after the five bytes that the failed download received.
     fake.change(|state| state.faults.clear());
     in_one(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
-    assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=5-49999")));
+    assert!(fake.take_heads().iter().any(|head| head.to_lowercase().contains("range: bytes=5-49999")));
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn download_does_not_follow_links() {
     let other = machine.dir.path().join("other");
     fs::write(&other, "precious").unwrap();
     std::os::unix::fs::symlink(&other, &parts).unwrap();
-    assert!(machine.hub().download(REPO, None, &FileFilter::default(), &()).is_err());
+    assert!(machine.download().is_err());
     assert_eq!(fs::read(&other).unwrap(), b"precious");
 }
 
@@ -173,7 +173,7 @@ fn record_without_its_file_is_ignored() {
     let record = blobs.join(format!("{}.parts.json", etag(WEIGHTS, &pattern(50_000, 3))));
     fs::write(&record, r#"{"done":[{"start":0,"end":50000}]}"#).unwrap();
     fake.change(|state| state.faults.extend([Fault::Status("404 No")]));
-    assert!(machine.hub().download(REPO, None, &FileFilter::default(), &()).is_err());
+    assert!(machine.download().is_err());
     assert!(!fs::read_to_string(&record).is_ok_and(|json| json.contains("50000")));
 }
 
@@ -201,9 +201,9 @@ fn login_page_does_not_discard_fetched_bytes() {
     let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("stopped at 30000 of 50000") && message.contains("login page"), "{message}");
-    fake.heads();
+    fake.take_heads();
     in_one(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
-    let heads = fake.heads();
+    let heads = fake.take_heads();
     assert!(heads.iter().any(|head| head.to_lowercase().contains("range: bytes=30000-49999")), "{heads:?}");
 }
 
@@ -309,9 +309,9 @@ fn retry_after_header_is_obeyed() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|state| state.listing_faults.extend(["503 No", "429 No\r\nretry-after: 0", "500 No"]));
-    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    machine.download().unwrap();
     fake.change(|state| state.listing_faults.push_back("429 No\r\nretry-after: 3600"));
-    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.download());
     assert_eq!(code, 5);
     assert!(message.contains("try again in 3600 s"), "{message}");
 }
@@ -339,8 +339,8 @@ fn redirects_never_take_the_token_to_another_host() {
         fake.change(|state| state.storage = Some(format!("{to}{}", storage.port)));
         let machine = Machine::new(fake.endpoint());
         machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
-        assert!(fake.heads().iter().all(|head| head.contains("hf_secret")), "{to}");
-        let storage_requests = storage.heads();
+        assert!(fake.take_heads().iter().all(|head| head.contains("hf_secret")), "{to}");
+        let storage_requests = storage.take_heads();
         assert!(!storage_requests.is_empty());
         assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{to}: {storage_requests:?}");
     }
@@ -349,20 +349,20 @@ fn redirects_never_take_the_token_to_another_host() {
     fake.change(|state| state.storage = Some(String::new()));
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
-    assert!(fake.heads().iter().all(|head| head.contains("hf_secret")));
+    assert!(fake.take_heads().iter().all(|head| head.contains("hf_secret")));
     // Redirects to schemes other than http and https are errors, and so are endless redirects.
     for nowhere in ["ftp://127.0.0.1/x?signature=SECRET&", "file:///etc/passwd?signature=SECRET&"] {
         fake.change(|state| state.storage = Some(nowhere.into()));
-        fake.lines();
+        fake.take_lines();
         let machine = Machine::new(fake.endpoint());
-        let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        let (message, code) = message_and_code(machine.download());
         assert_eq!(code, 5, "{message}");
         assert!(message.contains("not a valid web address") && !message.contains("SECRET"), "{message}");
-        assert!(fake.lines().len() <= 5, "a permanent error was retried");
+        assert!(fake.take_lines().len() <= 5, "a permanent error was retried");
     }
     fake.change(|state| state.storage = Some(format!("/{REPO}/resolve/{COMMIT}/model.safetensors?")));
     let machine = Machine::new(fake.endpoint());
-    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("redirects"));
+    assert!(message_and_code(machine.download()).0.contains("redirects"));
 }
 
 #[test]
@@ -391,6 +391,6 @@ fn many_parts_over_many_connections_make_one_file() {
     let snapshot = hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(snapshot.source, SnapshotSource::Inferno);
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == weights);
-    let parts = fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();
+    let parts = fake.take_lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();
     assert!(parts > 143, "{parts}");
 }

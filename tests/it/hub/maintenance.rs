@@ -20,10 +20,10 @@ fn verify(hub: &Hub) -> Vec<(String, FileState)> {
 fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
-    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    machine.download().unwrap();
     let blob = |name: &str, length, seed| machine.repo().join("blobs").join(etag(name, &pattern(length, seed)));
     let blobs = [blob(SHARDS[0], 200_000, 1), blob(SHARDS[1], 100_000, 2)];
-    fake.lines();
+    fake.take_lines();
     (fake, machine, blobs)
 }
 
@@ -41,7 +41,7 @@ fn repair_fetches_only_bad_and_missing_files() {
     let checked = machine.hub().verify(Some("tiny-m"), Some("main"), &()).unwrap();
     assert_eq!(checked[0].files.len(), 7);
     machine.hub().repair(&checked[0], &()).unwrap();
-    let mut lines = fake.lines();
+    let mut lines = fake.take_lines();
     lines.sort();
     let get = |name| format!("GET /{REPO}/resolve/{COMMIT}/{name}");
     let listing = format!("GET /api/models/{REPO}/revision/{COMMIT}?blobs=true");
@@ -114,7 +114,7 @@ fn demo_is_verified_and_repaired() {
 fn removing_a_revision_keeps_shared_files() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    machine.download().unwrap();
     let newer = "f".repeat(40);
     fake.change(|state| {
         state.commit = newer.clone();
@@ -279,7 +279,7 @@ fn cache_of_other_tools_is_not_changed_through_an_alias() {
             assert!(error.to_string().contains("shared Hugging Face cache"), "{error}");
         }
     }
-    assert!(fake.lines().is_empty());
+    assert!(fake.take_lines().is_empty());
 }
 
 #[test]

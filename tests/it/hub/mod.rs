@@ -24,6 +24,8 @@ use inferno::Error;
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Progress, Snapshot};
 use tempfile::TempDir;
 
+use crate::support::fake_hub::REPO;
+
 /// Returns limits for tests: few retries, short waits before retries, and no minimum time between saves of progress.
 fn fast_limits() -> Limits {
     let ms = Duration::from_millis;
@@ -58,6 +60,11 @@ impl Machine {
 
     fn hub(&self) -> Hub {
         Hub::new(self.config())
+    }
+
+    /// Downloads all files of [`REPO`] that inferno needs, without reporting progress.
+    fn download(&self) -> anyhow::Result<Snapshot> {
+        self.hub().download(REPO, None, &FileFilter::default(), &())
     }
 
     fn with_token(&self) -> Hub {

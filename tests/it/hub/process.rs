@@ -76,7 +76,7 @@ fn killed_download_is_resumed() {
         assert!(fake.state.lock().unwrap().sent_bytes < 3_000_000, "the download ended before the kill");
     }
     fake.change(|state| state.pace = None);
-    fake.heads();
+    fake.take_heads();
     let recorded: serde_json::Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
     let recorded = recorded["done"].as_array().unwrap().iter();
     let recorded: u64 = recorded.map(|range| range["end"].as_u64().unwrap() - range["start"].as_u64().unwrap()).sum();
@@ -88,7 +88,7 @@ fn killed_download_is_resumed() {
         let (first, last) = head.split_once("range: bytes=")?.1.lines().next()?.split_once('-')?;
         Some(last.trim().parse::<u64>().ok()? + 1 - first.parse::<u64>().ok()?)
     };
-    let again: u64 = fake.heads().iter().filter_map(requested_bytes).sum();
+    let again: u64 = fake.take_heads().iter().filter_map(requested_bytes).sum();
     assert!(
         recorded > 0 && again == 3_000_000 - recorded,
         "the last download requested {again} of 3000000 bytes, although {recorded} bytes had been recorded"
@@ -189,7 +189,7 @@ fn second_process_waits_for_the_first() {
     stderr.read_to_string(&mut rest).unwrap();
     assert!(second.wait().unwrap().success(), "{rest}");
     assert!(fetched(&home) == weights);
-    let weights = fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();
+    let weights = fake.take_lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();
     assert_eq!(weights, 1, "expected one request for the weights");
 }
 
@@ -236,7 +236,7 @@ fn download_resumes_after_a_full_disk() {
     assert_eq!(output.status.code(), Some(11), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("run the same command to resume"), "{}", text(&output.stderr));
     assert!(!repo(&home).join("refs").exists());
-    fake.heads();
+    fake.take_heads();
     let sent = fake.state.lock().unwrap().sent_bytes;
     let output = download(&home, &fake);
     assert!(output.status.success(), "{}", text(&output.stderr));
@@ -340,14 +340,14 @@ fn proxy_is_used() {
     let output = through("http://hub.invalid", "");
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fetched(&home) == weights);
-    let heads = fake.heads();
+    let heads = fake.take_heads();
     assert!(heads.iter().any(|head| head.starts_with("CONNECT hub.invalid:80 ")), "{heads:?}");
     // The endpoint is on another machine, so http would reveal the token to the network.
     assert!(heads.iter().all(|head| !head.contains("hf_secret")), "the token was sent over http");
     let warning = "warning: the access token is not sent to http://hub.invalid: http does not encrypt it";
     assert!(text(&output.stderr).starts_with(warning), "{}", text(&output.stderr));
     assert_fails(&through("http://hub.invalid", "hub.invalid"), 5, &["hub.invalid"]);
-    assert!(fake.heads().is_empty());
+    assert!(fake.take_heads().is_empty());
 }
 
 #[test]
@@ -437,7 +437,7 @@ fn play_offers_to_download_a_missing_model() {
     let home = TempDir::new().unwrap();
     let args = ["play", REPO, "--device", "cpu", "--prompt", "How do I download a model?"];
     assert_fails(&command(&home, &fake, &args).output().unwrap(), 3, &[&format!("inferno download {REPO}")]);
-    assert!(fake.lines().is_empty(), "inferno contacted the hub without asking");
+    assert!(fake.take_lines().is_empty(), "inferno contacted the hub without asking");
 
     let ask = |answer: &str| {
         let mut command = command(&home, &fake, &args);

@@ -86,7 +86,7 @@ pub enum Fault {
 pub struct FakeHub {
     pub port: u16,
     pub state: Arc<Mutex<HubState>>,
-    /// The request line and headers of every request since the last call of `lines` or `heads`.
+    /// The request line and headers of every request since the last call of `take_lines` or `take_heads`.
     pub requests: Arc<Mutex<Vec<String>>>,
 }
 
@@ -163,12 +163,13 @@ impl FakeHub {
     }
 
     /// Removes and returns the recorded request lines, each in the form `GET /path`.
-    pub fn lines(&self) -> Vec<String> {
+    pub fn take_lines(&self) -> Vec<String> {
         let line = |head: String| head.lines().next().unwrap().trim_end_matches(" HTTP/1.1").to_string();
         self.requests.lock().unwrap().drain(..).map(line).collect()
     }
 
-    pub fn heads(&self) -> Vec<String> {
+    /// Removes and returns the heads of the recorded requests: their request lines and headers.
+    pub fn take_heads(&self) -> Vec<String> {
         self.requests.lock().unwrap().drain(..).collect()
     }
 }

@@ -39,11 +39,13 @@ fn show_remote(fake: &FakeHub, model: &str) -> Value {
 
 /// Returns the byte ranges that were requested from GGUF files, as `name first-last`.
 fn ranges(fake: &FakeHub) -> Vec<String> {
-    let ranges = fake.heads().into_iter().filter(|head| head.lines().next().unwrap().contains(".gguf ")).map(|head| {
-        let path = head.split(' ').nth(1).unwrap();
-        let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
-        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("a GGUF request has no Range header"))
-    });
+    let ranges =
+        fake.take_heads().into_iter().filter(|head| head.lines().next().unwrap().contains(".gguf ")).map(|head| {
+            let path = head.split(' ').nth(1).unwrap();
+            let range =
+                head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
+            format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("a GGUF request has no Range header"))
+        });
     ranges.collect()
 }
 
@@ -74,7 +76,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
             assert_eq!(&remote_model[field], value, "{field}");
         }
     }
-    let lines = fake.lines();
+    let lines = fake.take_lines();
     assert!(lines.iter().all(|line| !line.contains("config.json")), "{lines:?}");
 
     // The memory needs of a quantized model must also agree, although its file is larger than the first request.

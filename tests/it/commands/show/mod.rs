@@ -211,7 +211,7 @@ fn remote_model_is_read_from_its_headers() {
     assert_eq!(model["needs"]["weight_bytes"], 192);
     assert_eq!(model["files"].as_array().unwrap().len(), 7);
 
-    let mut lines = fake.lines();
+    let mut lines = fake.take_lines();
     lines.sort();
     let file = |name: &str| format!("GET /{REPO}/resolve/{COMMIT}/{name}");
     let mut expected = vec![format!("GET /api/models/{REPO}/revision/main?blobs=true")];
@@ -251,7 +251,7 @@ fn long_header_takes_a_second_request() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         let model: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(model["parameters"], 18_000);
-        let weight_requests = fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count();
+        let weight_requests = fake.take_lines().iter().filter(|line| line.ends_with("model.safetensors")).count();
         assert_eq!(weight_requests, requests);
     }
 }
@@ -324,8 +324,8 @@ fn token_is_sent_only_to_the_endpoint() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(!text(&output.stdout).contains("hf_secret"));
     let has_token = |head: &String| head.to_lowercase().contains("authorization: bearer hf_secret");
-    assert!(fake.heads().iter().all(has_token));
-    let storage_heads = storage.heads();
+    assert!(fake.take_heads().iter().all(has_token));
+    let storage_heads = storage.take_heads();
     assert!(!storage_heads.is_empty() && !storage_heads.iter().any(has_token), "{storage_heads:?}");
 }
 
