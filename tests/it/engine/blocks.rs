@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use inferno::engine::blocks::{BlockHashes, BlockManager, SCRATCH_BLOCK, SequenceBlocks};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 
+use super::digest;
 use crate::support::Random;
 
 /// A stand-in for the keys and values at one position: the index of the layer group, and a digest of the tokens up to
@@ -54,9 +55,9 @@ const MAX_TOKENS: usize = 420;
 
 /// Returns, for each position, a digest of the tokens up to and including that position.
 fn digests(tokens: &[u32]) -> Vec<u64> {
-    let next = |digest: &mut u64, &token: &u32| {
-        *digest = (*digest ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
-        Some(*digest)
+    let next = |last: &mut u64, &token: &u32| {
+        *last = digest(*last, token.into());
+        Some(*last)
     };
     tokens.iter().scan(1, next).collect()
 }

@@ -28,7 +28,7 @@ const CONFIG: SchedulerConfig =
     SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, prompt_parts: None };
 
 /// Simulates the clients of several tenants that share one scheduler.
-struct Simulator {
+struct TenantSimulator {
     scheduler: Scheduler,
     loads: Vec<Load>,
     /// The load and the number of generated tokens of each sequence.
@@ -41,7 +41,7 @@ struct Simulator {
     served: BTreeMap<u64, usize>,
 }
 
-impl Simulator {
+impl TenantSimulator {
     fn new(loads: &[Load], blocks: usize) -> Self {
         let mut simulator = Self {
             scheduler: Scheduler::new(CONFIG, BlockManager::new(vec![None], blocks)),
@@ -127,7 +127,7 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
     for blocks in [AMPLE, FEW] {
         let served = |clients: usize, prompt: usize, answer: usize| {
             let loads: Vec<_> = [Load::new(0, clients, prompt, answer)].into_iter().chain(others.clone()).collect();
-            let mut simulator = Simulator::new(&loads, blocks);
+            let mut simulator = TenantSimulator::new(&loads, blocks);
             simulator.run(Duration::from_secs(60));
             simulator.take_served()
         };
@@ -155,7 +155,7 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
 #[test]
 fn tenants_that_wait_get_equal_numbers_of_tokens() {
     let loads = [Load::new(0, 100, 1000, 20), Load::new(1, 30, 50, 300), Load::new(2, 300, 10, 10)];
-    let mut simulator = Simulator::new(&loads, AMPLE);
+    let mut simulator = TenantSimulator::new(&loads, AMPLE);
     simulator.run(Duration::from_secs(20));
     for _ in 0..3 {
         simulator.take_served();
@@ -169,7 +169,7 @@ fn tenants_that_wait_get_equal_numbers_of_tokens() {
 
 #[test]
 fn an_idle_tenant_collects_no_credit() {
-    let mut simulator = Simulator::new(&[Load::new(0, 50, 200, 50)], AMPLE);
+    let mut simulator = TenantSimulator::new(&[Load::new(0, 50, 200, 50)], AMPLE);
     simulator.run(Duration::from_secs(100));
     simulator.add(Load::new(1, 50, 200, 50));
     simulator.run(Duration::from_secs(2));
@@ -183,7 +183,7 @@ fn an_idle_tenant_collects_no_credit() {
 fn priority_counts_only_within_a_tenant() {
     let urgent = Load { priority: -1_000_000, ..Load::new(0, 50, 200, 50) };
     let loads = [urgent, Load::new(0, 1, 200, 50), Load::new(1, 50, 200, 50)];
-    let mut simulator = Simulator::new(&loads, AMPLE);
+    let mut simulator = TenantSimulator::new(&loads, AMPLE);
     simulator.run(Duration::from_secs(30));
     let served = simulator.take_served();
     assert!(served[&1] * 10 >= served[&0] * 9, "{served:?}");

@@ -15,3 +15,8 @@ mod prefix_file;
 pub mod prompt_logprobs;
 mod sampling;
 mod scheduler;
+
+/// Adds a value to a digest, such as the next token to the digest of a sequence.
+fn digest(before: u64, token: u64) -> u64 {
+    (before ^ token).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
+}

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use candle_core::{Device, Tensor, safetensors};
 use inferno::device::{self, DeviceChoice};
+use inferno::engine::sampling::argmax;
 use inferno::{Engine, Event, GenerateOptions, LoadOptions, RequestStream, SamplingParams};
 
 use crate::support::engine::two_gpus;
@@ -30,7 +31,6 @@ fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
         let total: f64 = exps.iter().sum();
         exps.iter().map(|e| e / total).collect()
     };
-    let best = |row: &[f32]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
     let (rows, vocab) = want.dims2().unwrap();
     let (got, want) = (values(got), values(want));
     let (mut kl, mut same) = (0.0, 0);
@@ -38,7 +38,7 @@ fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
         let (got, want) = (&got[row * vocab..][..vocab], &want[row * vocab..][..vocab]);
         let (p, q) = (probabilities(want), probabilities(got));
         kl += p.iter().zip(&q).filter(|(p, _)| **p > 0.0).map(|(p, q)| p * (p / q.max(1e-300)).ln()).sum::<f64>();
-        same += usize::from(best(got) == best(want));
+        same += usize::from(argmax(got) == argmax(want));
     }
     (kl / rows as f64, same as f64 / rows as f64)
 }

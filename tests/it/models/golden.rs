@@ -7,6 +7,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::engine::blocks::{BlockHashes, BlockManager, SequenceBlocks};
+use inferno::engine::sampling::argmax;
 use inferno::kernels::SumOrder;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
@@ -223,7 +224,7 @@ fn greedy_tokens_agree_with_transformers(model: ModelOnDevice) {
     while tokens.len() < expected.len() {
         let logits = case.append(&mut sequence, &ids);
         let logits = &logits[logits.len() - case.golden["logits"].dim(1).unwrap()..];
-        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
+        let best = argmax(logits);
         tokens.push(best);
         ids = vec![best];
     }

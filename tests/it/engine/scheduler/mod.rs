@@ -26,11 +26,6 @@ fn sequence_peak_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) 
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
 
-/// Adds a value to a digest, such as the next token to the digest of a sequence.
-fn digest(before: u64, token: u64) -> u64 {
-    (before ^ token).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
-}
-
 #[test]
 fn random_requests_get_what_the_scheduler_promises() {
     let count: usize = match std::env::var("INFERNO_SIMULATED_REQUESTS") {

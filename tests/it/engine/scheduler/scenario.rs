@@ -6,7 +6,8 @@ use inferno::engine::scheduler::SchedulerConfig;
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::PromptParts;
 
-use super::{digest, sequence_peak_blocks};
+use super::sequence_peak_blocks;
+use crate::engine::digest;
 use crate::support::Random;
 
 /// A simulated request.

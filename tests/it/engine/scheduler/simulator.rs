@@ -10,7 +10,8 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::PromptParts;
 
 use super::scenario::{Request, Scenario};
-use super::{digest, new_sequence, sequence_peak_blocks};
+use super::{new_sequence, sequence_peak_blocks};
+use crate::engine::digest;
 use crate::support::Random;
 
 /// How a request ended.
