@@ -237,7 +237,7 @@ fn answers_match_a_schema() {
 }
 
 #[test]
-fn fields_are_honored_refused_or_named() {
+fn fields_without_effect_are_named_and_refused_in_strict_mode() {
     let server = Server::start(&[]);
     let ignored = json!({
         "metadata": { "user_id": "a" }, "service_tier": "auto", "cache_control": { "type": "ephemeral" }, "max_tokens": 3,
@@ -268,7 +268,11 @@ fn fields_are_honored_refused_or_named() {
     let strict = [JSON, ("x-inferno-strict", "1")];
     let refused = server.send("POST", "/v1/messages", &strict, body(ignored).to_string().as_bytes());
     error(&refused, 400, "invalid_request_error");
+}
 
+#[test]
+fn invalid_fields_are_refused_by_name() {
+    let server = Server::start(&[]);
     let image = json!({ "type": "image", "source": { "type": "url", "url": "http://x" } });
     let user = |content: Value| json!({ "messages": [{ "role": "user", "content": content }] });
     for (fields, word) in [
@@ -303,7 +307,13 @@ fn fields_are_honored_refused_or_named() {
         let message = error(&send(&server, fields.clone()), 400, "invalid_request_error");
         assert!(message.contains(word), "{fields}: {message}");
     }
-    let long = error(&send(&server, user(json!("model ".repeat(5000)))), 400, "invalid_request_error");
+}
+
+#[test]
+fn requests_that_the_server_cannot_answer_are_refused() {
+    let server = Server::start(&[]);
+    let messages = json!([{ "role": "user", "content": "model ".repeat(5000) }]);
+    let long = error(&send(&server, json!({ "messages": messages })), 400, "invalid_request_error");
     assert!(long.contains("maximum context length"), "{long}");
     let unknown = error(&send(&server, json!({ "model": "other" })), 404, "not_found_error");
     assert!(unknown.contains("'demo'"), "{unknown}");

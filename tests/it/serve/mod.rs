@@ -1,4 +1,11 @@
 //! Tests of `inferno serve`. Most tests start a server process with the demo model and send requests to it.
+//!
+//! - chat and text completions: `answers`, `fields`, `tools`, `structured`, `deterministic`, `demo`
+//! - other APIs: `anthropic`, `ollama`; `responses`, `response_fields`, `stored_responses`: the Responses API
+//! - routes, clients and connections: `routes`, `access`, `admission`, `connections`, `tls`, `remote_play`
+//! - disconnects, faults and abuse: `cancel`, `retries`, `faults`, `hostile`
+//! - the server itself: `loading`, `lifecycle`, `health`, `records`, `receipts`
+//! - `client`: a server process and an HTTP client for these tests
 
 mod access;
 mod admission;
