@@ -157,8 +157,8 @@ fn is_hopper_expected() -> bool {
 }
 
 /// Fails a GPU test in a build without CUDA.
-#[cfg_attr(feature = "cuda", allow(dead_code))]
-pub fn fail_without_cuda() {
+#[cfg(not(feature = "cuda"))]
+fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 

@@ -13,7 +13,9 @@ mod experts;
 #[cfg(feature = "cuda")]
 mod matmul;
 mod moe;
+#[cfg(feature = "cuda")]
 mod sampling;
+#[cfg(feature = "cuda")]
 mod step_inputs;
 
 use candle_core::{DType, Device, Tensor};

@@ -1,26 +1,24 @@
 //! Tests of the kernels that sample, edit and mask rows of logits.
 
-#[cfg(feature = "cuda")]
-use {
-    crate::support::{Random, gpu},
-    candle_core::{DType, Device, Tensor},
-    inferno::SamplingParams,
-    inferno::engine::sampling::Sampler,
-    inferno::kernels::launch::{HostMailbox, HostWords},
-    inferno::kernels::sampling::{
-        DeviceSampling, EditedRow, MAILBOX_NO_TOKEN, Penalties, RowEdits, TokenMask, best_logits, edit_rows,
-        mask_logits, queue_best, sample_rows,
-    },
-    inferno::runner::TokenSampler,
-    inferno::world::share,
-    std::collections::BTreeSet,
-};
+use std::collections::BTreeSet;
 
-#[cfg(feature = "cuda")]
+use candle_core::{DType, Device, Tensor};
+use inferno::SamplingParams;
+use inferno::engine::sampling::Sampler;
+use inferno::kernels::launch::{HostMailbox, HostWords};
+use inferno::kernels::sampling::{
+    DeviceSampling, EditedRow, MAILBOX_NO_TOKEN, Penalties, RowEdits, TokenMask, best_logits, edit_rows, mask_logits,
+    queue_best, sample_rows,
+};
+use inferno::runner::TokenSampler;
+use inferno::world::share;
+
+use crate::support::{Random, gpu};
+
 const INF: f32 = f32::INFINITY;
 
 /// Each row of a batch has its own sampling parameters. The token of each row must equal the host sampler's choice.
-#[test(cuda)]
+#[test(gpu)]
 fn sampled_rows_match_host_sampling() {
     let device = gpu();
     let base = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
@@ -70,7 +68,7 @@ fn sampled_rows_match_host_sampling() {
 /// With several GPUs, each finds candidates for the largest logit of a row among its own part of the vocabulary.
 /// The token with the largest logit must be chosen from the candidates of all GPUs.
 /// In this test, one GPU computes the candidates for every part.
-#[test(cuda)]
+#[test(gpu)]
 fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
@@ -116,7 +114,6 @@ fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
 /// Samples a token from each row of `logits` and returns the tokens.
 /// Also samples several copies of the rows in one launch, and checks that each copy gets the same tokens.
 /// On Hopper GPUs, the kernel uses fewer thread blocks per row if there are more rows.
-#[cfg(feature = "cuda")]
 fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> {
     let copies = [24, 60, 200].map(|total| total / rows.len());
     // sample_rows applies penalties in place, so make all copies before the first call.
@@ -135,7 +132,7 @@ fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> 
 /// its shared memory. With four or eight blocks, they fit. [`sample`] tests all four numbers of blocks on an H200.
 /// The difference between each logit and the largest one is exact in f32, so no two of these logits get the same
 /// probability.
-#[test(cuda)]
+#[test(gpu)]
 fn cutoffs_among_similar_logits_match_host_sampling() {
     let device = gpu();
     let count = 20_000;
@@ -158,7 +155,7 @@ fn cutoffs_among_similar_logits_match_host_sampling() {
 /// The kernel edits rows of logits like the reference, `RowEdits::apply`, and leaves unedited rows unchanged.
 /// A token in flight was chosen by the previous step, and only the device knows it.
 /// It may have occurred earlier in its sequence, so `seen` may already list it.
-#[test(cuda)]
+#[test(gpu)]
 fn edited_rows_match_the_reference() {
     const NO_TOKEN: u32 = u32::MAX;
     const WORDS: usize = 4096;
@@ -232,7 +229,7 @@ fn edited_rows_match_the_reference() {
 }
 
 /// A token mask changes only its own row of logits, exactly as masking on the host does.
-#[test(cuda)]
+#[test(gpu)]
 fn masked_rows_match_masking_on_the_host() {
     let device = gpu();
     let mut random = Random(5);

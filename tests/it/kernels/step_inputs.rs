@@ -1,15 +1,15 @@
 //! Tests of the kernel that writes the inputs of a step.
 
+use candle_core::{DType, Device, Tensor};
+use inferno::kernels::launch::HostWords;
+use inferno::kernels::step_inputs::StepInputs;
+
+use crate::support::{Random, gpu};
+
 /// The kernel takes each token id from the host or from the tokens of the previous step, with 0 in place of `NO_TOKEN`.
 /// After the ids, it writes `words`. In the rest of the buffer, it writes only the elements that `changes` lists.
-#[test(cuda)]
+#[test(gpu)]
 fn step_inputs_match_a_computation_on_the_host() {
-    use candle_core::{DType, Device, Tensor};
-    use inferno::kernels::launch::HostWords;
-    use inferno::kernels::step_inputs::StepInputs;
-
-    use crate::support::{Random, gpu};
-
     const NO_TOKEN: u32 = u32::MAX;
     const WORDS: usize = 8192;
     let device = gpu();

@@ -12,8 +12,6 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 ///
 /// - `#[test]` runs everywhere.
 /// - `#[test(gpu)]` needs an NVIDIA GPU.
-/// - `#[test(cuda)]` needs an NVIDIA GPU, and only builds with the feature `cuda` compile the function.
-///   Other builds still list the test, which fails there if it is not skipped.
 /// - `#[test(gpu_alone)]` needs an NVIDIA GPU, and runs while no other test runs.
 /// - `#[test(flash_attn)]` needs an NVIDIA GPU, and a build with the feature `flash-attn`.
 /// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
@@ -33,14 +31,14 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let need = match argument.as_str() {
         _ if cases.is_some() => "",
         "" => "None",
-        "gpu" | "gpu_alone" | "cuda" => "Some(crate::harness::Need::Gpu)",
+        "gpu" | "gpu_alone" => "Some(crate::harness::Need::Gpu)",
         "flash_attn" => "Some(crate::harness::Need::FlashAttn)",
         "fixtures" => "Some(crate::harness::Need::Fixtures)",
         "full_size" => "Some(crate::harness::Need::FullSize)",
         "no_driver" => "Some(crate::harness::Need::NoDriver)",
         "mount" => "Some(crate::harness::Need::Mount)",
         other => {
-            let known = "gpu, cuda, gpu_alone, flash_attn, fixtures, full_size, no_driver, mount";
+            let known = "gpu, gpu_alone, flash_attn, fixtures, full_size, no_driver, mount";
             return error(&format!(
                 "unknown #[test] argument '{other}'; use {known}, each = LIST or each_alone = LIST"
             ));
@@ -60,26 +58,17 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     if attributes().any(|attribute| attribute_name(attribute) == "ignore") {
         return error("write #[test(NEED)], such as #[test(gpu)], instead of #[ignore]");
     }
-    let needs_cuda = argument == "cuda";
-    let run = if needs_cuda {
-        let stand_in = "#[cfg(not(feature = \"cuda\"))] crate::harness::fail_without_cuda();";
-        format!("|| {{ #[cfg(feature = \"cuda\")] {name}(); {stand_in} }}")
-    } else {
-        name.clone()
-    };
     let path = format!("concat!(module_path!(), \"::{name}\")");
     let tests = match cases {
-        Some(cases) => format!("crate::harness::tests_of_cases({path}, {cases}(), {is_alone}, {run})"),
+        Some(cases) => format!("crate::harness::tests_of_cases({path}, {cases}(), {is_alone}, {name})"),
         None => format!(
             "vec![crate::harness::Test {{
-                path: {path}.to_string(), need: {need}, is_alone: {is_alone}, run: ::std::boxed::Box::new({run}),
+                path: {path}.to_string(), need: {need}, is_alone: {is_alone}, run: ::std::boxed::Box::new({name}),
             }}]"
         ),
     };
     let registration = format!("::inventory::submit! {{ crate::harness::Registration(|| {tests}) }}");
-    let condition = if needs_cuda { "#[cfg(feature = \"cuda\")]" } else { "" };
-    let mut output: TokenStream = condition.parse().expect("the condition is valid Rust");
-    output.extend(function);
+    let mut output = function;
     output.extend(registration.parse::<TokenStream>().expect("the registration is valid Rust"));
     output
 }
