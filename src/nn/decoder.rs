@@ -155,7 +155,7 @@ impl Decoder {
     /// - Several ranks without an exchange (see [`World::exchange`]) wait on the host for each other's results.
     ///
     /// The ids must be in the vocabulary, the positions in the loaded context, and the blocks in the cache.
-    /// [`prepare`](Self::prepare) checks this for a batch, and `BatchGraph::inputs` for a batch graph.
+    /// [`prepare`](Self::prepare) checks this for a batch, and `BatchGraph::next_inputs` for a batch graph.
     pub fn hidden_states(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, mut tap: Option<Tap>) -> Result<Tensor> {
         scratch::begin_layer();
         let x = self.embed_tokens.embed(ids, self.embed_scale)?;

@@ -9,6 +9,7 @@
 //!
 //! - `run/`: the methods `step`, `queue` and `take` of `Runner`, for steps of one or more sequences
 //! - `solo/`: runs one sequence that has the KV cache to itself
+//! - `solo_sequence`: the state of this sequence
 //! - `step/`: the input of a step, what runs the step, and its cost and duration
 //! - `sampling/`: the interface of samplers, and functions that choose tokens and compute log probabilities
 //! - `launcher/`: launches batch graphs and queued steps on the GPU of one rank
@@ -28,6 +29,7 @@ mod ranks;
 mod run;
 mod sampling;
 mod solo;
+mod solo_sequence;
 mod step;
 
 use std::collections::HashMap;
@@ -42,7 +44,7 @@ use crate::world::World;
 use decode_graph::{PlannedGraph, plan_together};
 use launcher::StepLauncher;
 use ranks::RankGroup;
-use solo::SoloSequence;
+use solo_sequence::SoloSequence;
 use step::{StepExecutor, StepFacts, StepTimes, route};
 
 pub use decode_graph::NoDecodeGraph;

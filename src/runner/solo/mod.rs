@@ -1,10 +1,8 @@
 //! Runs one sequence that has the KV cache to itself, for `bench`, `perplexity` and `EngineHandle::logits`.
 //!
-//! - `solo_sequence`: the state of the sequence
-//! - `bench`: prefill, decode steps and measurements, for the command `bench` and for tests
+//! The module `bench` contains prefill, decode steps and measurements, for the command `bench` and for tests.
 
 mod bench;
-mod solo_sequence;
 
 use anyhow::{Result, bail};
 use candle_core::Tensor;
@@ -13,8 +11,6 @@ use crate::kernels::SumOrder;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
 use crate::runner::limits::RunnerLimits;
-
-pub(super) use solo_sequence::SoloSequence;
 
 /// Methods for the solo sequence, which overwrites the blocks of other sequences and of cached prefixes.
 /// Run it only after all other sequences have ended and all cached prefixes are forgotten.

@@ -290,11 +290,11 @@ fn completions_are_generated_and_verbose_logs_go_to_stderr() {
     let home = home_with("seed = 1\n");
     let output = ask(&home, &["--device", "cpu", "--max-tokens", "1", "-v"], &[]);
     let log = text(&output.stderr);
-    for word in ["config.toml", "model.safetensors", "executor"] {
+    for word in ["config.toml", "model.safetensors", "execution mode"] {
         assert!(log.contains(word), "the log does not contain {word}: {log}");
     }
     json(&output);
     assert_eq!(text(&ask(&home, &["--device", "cpu", "--max-tokens", "1"], &[]).stderr), "");
     let env = [("RUST_LOG", "inferno=info")];
-    assert!(text(&ask(&home, &["--device", "cpu", "--max-tokens", "1"], &env).stderr).contains("executor"));
+    assert!(text(&ask(&home, &["--device", "cpu", "--max-tokens", "1"], &env).stderr).contains("execution mode"));
 }
