@@ -79,9 +79,9 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
         let (positions, tables) = (queries.positions(), &blocks.tables);
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
         // SAFETY: `launch` and `AttentionShape::of_inputs` have checked shapes and dtypes.
-        // `PassBlocks::new` or `BatchGraph::next_inputs` has checked that the tables map positions to blocks of the cache.
-        // The previous kernel is `split_qkv` or the other attention launch. Neither writes data that an overlapping
-        // launch reads before `pdl_wait` (see `FlashAttention::launch`).
+        // `PassBlocks::new` or `BatchGraph::next_inputs` has checked that the tables map positions to blocks of the
+        // cache. The previous kernel is `split_qkv` or the other attention launch. Neither writes data that an
+        // overlapping launch reads before `pdl_wait` (see `FlashAttention::launch`).
         unsafe { flash.launch(&tensors)?.overlapping().enqueue(device)? };
     }
     Ok(())
