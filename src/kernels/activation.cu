@@ -1,5 +1,5 @@
 // Gated activations. Each thread computes one of the n elements of `out`.
-//   grid: ceil(n / 256); block: 256
+//   grid: ceil(n / ELEMENT_THREADS); block: ELEMENT_THREADS
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"

@@ -285,7 +285,8 @@ pub const EXPERT_FEW_PAIRS_STEPS: usize = 3;
 pub const MAX_STACKED_MATRICES: usize = 3;
 /// The maximum number of warps per block in matrix-vector kernels with quantized weights.
 pub const QUANTIZED_WARPS: usize = 16;
-/// Threads per block in the kernels of `quantized/quantized_ops.cu` that look up rows, quantize inputs or scale products.
+/// Threads per block in the kernels of `quantized/quantized_ops.cu` that look up rows, quantize inputs or scale
+/// products.
 pub const QUANTIZED_ROW_THREADS: usize = 256;
 /// Threads per block in products of quantized matrices with few tokens (`quantized/quantized_few_tokens.rs`).
 pub const QUANTIZED_FEW_TOKENS_THREADS: usize = 256;

@@ -24,7 +24,7 @@ FOR_EACH_DTYPE(DEFINE)
 // Adds a bias to every row of y: out = y + bias.
 //   y, out: f32 [tokens, columns]; n = tokens · columns
 //   bias: f32 [columns]
-//   grid: ceil(n / 256); block: 256
+//   grid: ceil(n / ELEMENT_THREADS); block: ELEMENT_THREADS
 //   bytes moved: 8 · n
 extern "C" __global__ void add_bias(const float* y, const float* bias, float* out, int n, int columns) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -33,7 +33,7 @@ extern "C" __global__ void add_bias(const float* y, const float* bias, float* ou
 
 // Applies the soft cap to every element: out = cap · tanh(x / cap).
 //   x, out: f32 [n]
-//   grid: ceil(n / 256); block: 256
+//   grid: ceil(n / ELEMENT_THREADS); block: ELEMENT_THREADS
 //   bytes moved: 8 · n
 extern "C" __global__ void soft_cap(const float* x, float* out, int n, float cap) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -335,5 +335,8 @@ enum ReadPlan<'r> {
 
 /// Returns the part of the loaded tensor `whole` that `slice` selects, or `whole` if there is no slice.
 fn sliced(whole: Tensor, slice: Option<Slice>) -> Result<Tensor> {
-    slice.map_or(Ok(whole.clone()), |slice| slice.of(&whole))
+    match slice {
+        Some(slice) => slice.of(&whole),
+        None => Ok(whole),
+    }
 }

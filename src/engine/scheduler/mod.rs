@@ -359,21 +359,25 @@ impl Scheduler {
     }
 
     /// Returns the prompt of a sequence and all tokens generated so far. The last token can be a placeholder.
+    /// Panics if the sequence has ended.
     pub fn tokens(&self, id: SequenceId) -> &[u32] {
         &self.sequences[&id].tokens
     }
 
     /// Returns how the prompt of a sequence is divided into parts, or `None` if the prompt is not divided.
+    /// Panics if the sequence has ended.
     pub fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
         self.sequences[&id].prompt_parts
     }
 
     /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.
+    /// Panics if the sequence has ended.
     pub fn computed(&self, id: SequenceId) -> usize {
         self.sequences[&id].computed()
     }
 
     /// Returns the sequence from which a sequence will fork, or `None` if it is not a fork or no longer has a parent.
+    /// Panics if the sequence has ended.
     pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
         self.sequences[&id].parent
     }
@@ -385,7 +389,7 @@ impl Scheduler {
 
     /// Returns the block tables of a sequence, or `None` if it is not running.
     pub fn tables(&self, id: SequenceId) -> Option<&BlockTables> {
-        self.sequences[&id].blocks.as_ref().map(SequenceBlocks::tables)
+        self.sequences.get(&id)?.blocks.as_ref().map(SequenceBlocks::tables)
     }
 
     /// Returns whether all sequences have ended.

@@ -29,6 +29,9 @@ impl Scheduler {
         let forks = mem::take(&mut parent.forks);
         self.clear_deadlines(&forks);
         for fork in forks {
+            if !self.sequences.contains_key(&fork) {
+                continue;
+            }
             // A fork for which no slot is free waits like any other sequence.
             // When it starts, it reuses the blocks of the prompt that are still in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;

@@ -255,7 +255,8 @@ mod with_cuda {
         let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
         let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
         // SAFETY: `super::split_qkv` has checked shapes and dtypes. Its caller guarantees valid positions and slots:
-        // `BatchGraph::next_inputs` checks them in batch graphs, `Decoder::validate` and `PassBlocks::new` in other passes.
+        // `BatchGraph::next_inputs` checks them in batch graphs. In other passes, `Decoder::validate` and
+        // `PassBlocks::new` check them.
         unsafe { launch.enqueue(device)? };
         Ok(q)
     }

@@ -35,8 +35,8 @@ impl MatmulKernel {
     /// Returns the first kernel, in order of preference, for which `is_supported` returns true.
     /// Returns `None` if no kernel should return the product in this form. The caller then converts an f32 product.
     ///
-    /// Calls `is_supported` only for kernels that can run in this order of additions and, with one exception, return the
-    /// product in this form. The exception is `DenseFewTokens` for [`ProductForm::Rounded`], which results in `None`.
+    /// Calls `is_supported` only for kernels that can run in this order of additions and, with one exception, return
+    /// the product in this form. The exception is `DenseFewTokens` for [`ProductForm::Rounded`], which results in `None`.
     pub fn choose(
         form: ProductForm,
         sum_order: SumOrder,
@@ -58,7 +58,8 @@ impl MatmulKernel {
             {
                 &[Self::DenseWgmma]
             }
-            // Rounding a product of `dense_few_tokens`, which is f32, is preferred to a rounded product of cuBLASLt.
+            // If `dense_few_tokens` supports the product, rounding an f32 product of the kernel that `choose` prefers for
+            // `F32` is preferred to a rounded product of cuBLASLt.
             (ProductForm::Rounded, SumOrder::Fastest) if is_supported(Self::DenseFewTokens)? => &[],
             (ProductForm::Rounded, SumOrder::Fastest) => &[Self::Library],
             _ => &[],
@@ -108,6 +109,8 @@ mod tests {
             (Logits, fastest, 1, ALL, None),
             (Logits, fixed, 2, ALL, None),
             (Rounded, fastest, 2, ALL, None),
+            (Rounded, fastest, 2, FEW, None),
+            (Rounded, fastest, 1, ALL, None),
             (Rounded, fastest, 2, &[DenseWgmma, Library], Some(Library)),
             (Rounded, fastest, 1, ANY_GPU, Some(Library)),
             (Rounded, fastest, 1, &[F32FewRows], None),

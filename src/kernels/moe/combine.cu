@@ -2,7 +2,7 @@
 //   y: T [tokens, chosen, columns]
 //   routing_weights: f32 [tokens, chosen]
 //   out: f32 [tokens, columns]; n = tokens · columns
-//   grid: ceil(n / 256); block: 256
+//   grid: ceil(n / ELEMENT_THREADS); block: ELEMENT_THREADS
 //   bytes moved: n · (chosen · sizeof(T) + 4)
 #include "constants.cuh"
 #include "headers/common.cuh"

@@ -75,7 +75,7 @@ template <typename T> __device__ __forceinline__ void store_segment(T* to, size_
 //   y: T [tokens, chosen, columns]
 //   weights: f32 [tokens, chosen]
 //   x: OUT [tokens, columns]; OUT is f32 or T; n = tokens · columns / 8
-//   grid: ceil(n / 256); block: 256
+//   grid: ceil(n / ELEMENT_THREADS); block: ELEMENT_THREADS
 //   bytes moved: tokens · columns · (sizeof(OUT) + 2 · chosen)
 template <typename T, typename OUT>
 __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, int columns, int chosen) {

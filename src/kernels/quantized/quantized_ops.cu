@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)
 template <typename T>
 __device__ void quantize_rows(const T* x, uint8_t* q, float* scales, int columns, int padded,
                               QuantizationArgs quantization) {
-    __shared__ float scratch[8];
+    __shared__ float scratch[QUANTIZED_ROW_THREADS / 32];
     x += (size_t)blockIdx.x * columns, q += (size_t)blockIdx.x * padded;
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
@@ -127,7 +127,7 @@ __device__ void quantize_rows(const T* x, uint8_t* q, float* scales, int columns
 //   grid: tokens; block: QUANTIZED_ROW_THREADS
 template <typename T>
 __device__ void fake_quantize(const T* x, T* y, float* scales, int columns, QuantizationArgs quantization) {
-    __shared__ float scratch[8];
+    __shared__ float scratch[QUANTIZED_ROW_THREADS / 32];
     x += (size_t)blockIdx.x * columns, y += (size_t)blockIdx.x * columns;
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));

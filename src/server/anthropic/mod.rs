@@ -111,7 +111,7 @@ struct MessageBuilder {
 }
 
 impl MessageBuilder {
-    /// Adds an update of the answer to the message, and sends their stream events.
+    /// Adds an update of the answer to the message, and sends its stream events.
     /// At the end of the answer, also sets the stop reason.
     fn push(&mut self, update: AnswerUpdate, answers: &Answers, events: &mut impl MessageEventSink) {
         for piece in update.pieces {

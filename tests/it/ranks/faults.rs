@@ -60,9 +60,11 @@ fn step(work: Work) -> u64 {
     }
 }
 
-/// The number of engines that `check` may still start.
 /// Each engine has three rank threads. With too many engines, a rank might get no core for `ANSWER_TIMEOUT` (5 s).
-static FREE_ENGINES: Mutex<usize> = Mutex::new(8);
+const ENGINES_AT_ONCE: usize = 8;
+
+/// The number of engines that `check` may still start.
+static FREE_ENGINES: Mutex<usize> = Mutex::new(ENGINES_AT_ONCE);
 
 /// Notified when an engine has ended.
 static ENGINE_ENDED: Condvar = Condvar::new();
@@ -71,7 +73,7 @@ static ENGINE_ENDED: Condvar = Condvar::new();
 struct EnginePermit;
 
 impl EnginePermit {
-    /// Waits until fewer than 8 engines are running.
+    /// Waits until fewer than [`ENGINES_AT_ONCE`] engines are running.
     fn wait() -> Self {
         *ENGINE_ENDED.wait_while(FREE_ENGINES.lock().unwrap(), |free| *free == 0).unwrap() -= 1;
         Self

@@ -481,7 +481,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
 #[test(gpu_alone)]
 fn graphs_are_captured_while_another_thread_opens_and_drops_devices() {
     let device = gpu();
-    let zeros = Tensor::ones(64, DType::F32, &device).unwrap();
+    let ones = Tensor::ones(64, DType::F32, &device).unwrap();
     let stop = AtomicBool::new(false);
     let opened = thread::scope(|scope| {
         let opener = scope.spawn(|| {
@@ -494,14 +494,14 @@ fn graphs_are_captured_while_another_thread_opens_and_drops_devices() {
         });
         let enqueue = || {
             for _ in 0..50 {
-                zeros.zero_set()?;
+                ones.zero_set()?;
                 thread::sleep(Duration::from_micros(20));
             }
             Ok(())
         };
         let captures = (0..200).map(|_| {
             thread::sleep(Duration::from_millis(2)); // gives the other thread a chance to acquire the lock
-            // SAFETY: the launches only use `zeros`, which outlives the graphs. No other thread uses this stream.
+            // SAFETY: the launches only use `ones`, which outlives the graphs. No other thread uses this stream.
             unsafe { LaunchGraph::capture_with(device.as_cuda_device()?, enqueue) }
         });
         let graphs = captures.collect::<Result<Vec<_>, _>>();
@@ -513,5 +513,5 @@ fn graphs_are_captured_while_another_thread_opens_and_drops_devices() {
         opened
     });
     assert!(opened > 5, "only {opened} devices were opened during the captures");
-    assert_eq!(values(&zeros), [0.0; 64]);
+    assert_eq!(values(&ones), [0.0; 64]);
 }
