@@ -88,8 +88,9 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
 ///
 /// Returns 0 if the file has another fingerprint, or if the cache has too few free blocks.
 /// Fails if `bytes` is not a safetensors file, if a tensor is missing or has the wrong shape or dtype,
-/// or if a rank cannot write to its cache. Does not detect changed keys and values.
+/// or if a rank cannot write to its cache.
 /// The error says that the file is damaged, unless the cause is a rank that cannot write to its cache.
+/// The file has no checksum, so damaged keys and values of the right shape and dtype are not detected.
 pub fn load(
     path: &Path,
     bytes: Vec<u8>,

@@ -120,7 +120,7 @@ pub struct GenerateOptions {
     pub cache_salt: Option<String>,
     /// Whether the answer must not depend on other requests, even if the engine is not
     /// [`deterministic`](crate::engine::LoadOptions::deterministic).
-    /// Without a deterministic engine, the request and all concurrent requests are slower.
+    /// If set on an engine that is not deterministic, this request and all concurrent requests are slower.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), with which the answer can be recomputed.
     pub keeps_record: bool,
