@@ -21,7 +21,8 @@ __device__ __forceinline__ void split_tf32(Tf32Pair (&to)[4], const float4& from
     to[0] = split_tf32(from.x), to[1] = split_tf32(from.y), to[2] = split_tf32(from.z), to[3] = split_tf32(from.w);
 }
 
-// Computes sums[m][n] += a[m]·b[n] with a[m] [16, 16] and b[n] [16, 8] of f32 values, and sums[m][n] [16, 8] f32.
+// Computes sums[m][n] += a[m]·b[n] for all m and n, in f32. Each a[m] is a 16 x 16 matrix, and each b[n] is a 16 x 8
+// matrix, both split by split_tf32. Each sums[m][n] is a 16 x 8 matrix.
 // In lane 4g + t, a[m][h] has columns 4t to 4t + 3 of row 8h + g, and b[n] has rows 4t to 4t + 3 of column g.
 // sums[m][n] has the layout of d in multiply_add_tf32.
 template <int M, int N>

@@ -144,6 +144,7 @@ impl Vocabulary<'_> {
     }
 
     /// Returns the special ids from the metadata, and the ids of stop tokens that are found by their text.
+    /// In a SentencePiece vocabulary, missing ids of UNK, BOS and EOS are 0, 1 and 2.
     /// Fails if an id in the metadata is invalid, or if encoding must add BOS or EOS but that token has no id.
     pub fn special_ids(&self) -> Result<SpecialIds> {
         let named = |key: &str, id: Option<u32>| match id {

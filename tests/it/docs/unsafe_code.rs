@@ -72,7 +72,8 @@ fn unsafe_page_lists_exactly_the_unsafe_code() {
     }
     let mut listed = BTreeSet::new();
     let text = page("docs/unsafe.md");
-    // The first cell of a row names a file, then its functions. A method may include its type: `Type::method`.
+    // The first cell of a row names one or more files, each followed by its functions and unsafe implementations,
+    // such as `Send for Pinned`. A method may include its type: `Type::method`.
     for cell in text.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next()) {
         let mut file = "";
         for name in cell.split('`').step_by(2) {
