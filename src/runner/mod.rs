@@ -5,31 +5,36 @@
 //!
 //! A [`Runner`] works on token ids, positions and block tables, and knows nothing of requests or text.
 //! Its callers pass a sampler ([`TokenSampler`]) for each sequence that needs a token.
+//!
+//! How a step of the engine runs:
+//!
+//! 1. The engine loop calls `Runner::queue` (`run/queue.rs`). If the step cannot be queued, `queue` returns `None`, and
+//!    the engine loop calls `Runner::step` (`run/step.rs`).
+//! 2. `route` decides what runs the step, and whether the step is queued (`step/route.rs`).
+//! 3. If several ranks run the model, the first rank sends the step to the others (`ranks/group.rs`).
+//! 4. The step runs:
+//!    - on the decode graph (`decode_graph/graph.rs`)
+//!    - as a batch graph (`launcher/batch_graph.rs`)
+//!    - operation by operation, by `Decoder::forward` or, if the step is queued, by `launcher/step_launcher.rs`
+//! 5. The next tokens are chosen. `sampling/mod.rs` lists where.
+//!    `Runner::step` returns the tokens. For a queued step, `Runner::take` returns them (`run/queue.rs`).
+//!
 //! The modules are:
 //!
-//! - `run/`: the methods `step`, `queue` and `take` of `Runner`, for steps of one or more sequences
-//! - `solo/`: runs one sequence that has the KV cache to itself
-//! - `solo_sequence`: the state of this sequence
-//! - `step/`: the input of a step, what runs the step, and its cost and duration
-//! - `sampling/`: the interface of samplers, and functions that choose tokens and compute log probabilities
+//! - `run/`: the methods of `Runner` that run and queue steps
+//! - `step/`: what a step consists of, and the decision how it runs
 //! - `launcher/`: launches batch graphs and queued steps on the GPU of one rank
-//! - `queued_steps/`: the state of queued steps, and the buffers for their inputs and tokens
 //! - `decode_graph/`: the decode graph, and the reasons why a runner may have none
+//! - `sampling/`: the interface of samplers, and functions that choose tokens and compute log probabilities
 //! - `ranks/`: the ranks that run a model together, and the commands that the first rank sends to the others
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
-//! - `assert_send`: checks at compile time that a type can move to another thread
 
-#[cfg(feature = "cuda")]
-mod assert_send;
 pub mod decode_graph;
 mod launcher;
 mod limits;
-mod queued_steps;
 mod ranks;
 mod run;
 mod sampling;
-mod solo;
-mod solo_sequence;
 mod step;
 
 use std::collections::HashMap;
@@ -44,15 +49,13 @@ use crate::world::World;
 use decode_graph::{PlannedGraph, plan_together};
 use launcher::StepLauncher;
 use ranks::RankGroup;
-use solo_sequence::SoloSequence;
-use step::{StepExecutor, StepFacts, StepTimes, route};
+use step::{RunnerFacts, SoloSequence, StepExecutor, StepFacts, StepTimes, route};
 
 pub use decode_graph::NoDecodeGraph;
 pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
-pub use queued_steps::QueuedStep;
 pub use ranks::{RANK_PANICKED, RankCache, RankFault, RankModel, failure_message};
 pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
-pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence, StepTime, TokensToScore};
+pub use step::{ExecutionMode, KernelTime, LaunchCounts, QueuedStep, StepBytes, StepSequence, StepTime, TokensToScore};
 
 /// A model and the KV cache of all sequences, on one device or divided among ranks.
 pub struct Runner {
@@ -212,6 +215,21 @@ impl Runner {
         match route(self.facts(), StepFacts::ONE_TOKEN).executor {
             StepExecutor::Eager => ExecutionMode::Eager,
             StepExecutor::DecodeGraph | StepExecutor::BatchGraph => ExecutionMode::Graph,
+        }
+    }
+
+    /// Returns the properties of this runner that decide how its steps run.
+    fn facts(&self) -> RunnerFacts {
+        let launcher = self.launcher.as_ref();
+        RunnerFacts {
+            has_decode_graph: self.decode_graph.is_ok(),
+            has_batch_graphs: launcher.is_some_and(|launcher| launcher.can_run_model(&self.decoder)),
+            can_queue: match launcher {
+                Some(_) => self.options.queue_steps.unwrap_or(true) && self.ranks.can_queue(),
+                None => self.options.queue_steps.unwrap_or(false) && self.device.is_cpu(),
+            },
+            has_several_ranks: self.has_several_ranks(),
+            is_deterministic: self.options.prompt_parts.is_some(),
         }
     }
 

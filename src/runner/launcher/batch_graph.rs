@@ -19,6 +19,7 @@ use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
+use super::queued_step_buffers::QueuedStepBuffers;
 use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
@@ -30,9 +31,7 @@ use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
 use crate::nn::pass::Pass;
-use crate::runner::assert_send::assert_send;
 use crate::runner::limits::MAX_SEQUENCES;
-use crate::runner::queued_steps::QueuedStepBuffers;
 use crate::runner::step::StepSequence;
 
 /// The graphs of a model, one per padded batch size.
@@ -410,8 +409,6 @@ impl BatchGraph {
         Ok(true)
     }
 }
-
-const _: () = assert_send::<BatchGraphs>();
 
 #[cfg(test)]
 mod tests {

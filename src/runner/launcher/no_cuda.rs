@@ -6,12 +6,12 @@ use std::convert::Infallible;
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 
+use super::row_sampling::RowSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-use crate::runner::queued_steps::{ExpectedToken, RowSampling};
 use crate::runner::sampling::Chosen;
-use crate::runner::step::{StepExecutor, StepSequence};
+use crate::runner::step::{ExpectedToken, StepExecutor, StepSequence};
 
 /// Replaces the launcher of batch graphs and queued steps, which exists only in builds with CUDA.
 pub struct StepLauncher {

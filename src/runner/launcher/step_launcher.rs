@@ -4,15 +4,16 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 use super::batch_graph::{BatchGraphs, NeededLogits, StepLogits};
+use super::queued_step_buffers::QueuedStepBuffers;
+use super::row_sampling::RowSampling;
 use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-use crate::runner::queued_steps::{ExpectedToken, QueuedStepBuffers, RowSampling};
 use crate::runner::sampling::Chosen;
-use crate::runner::step::{StepExecutor, StepSequence};
+use crate::runner::step::{ExpectedToken, StepExecutor, StepSequence};
 
 /// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
 pub struct StepLauncher {

@@ -14,7 +14,7 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::decode_graph::DecodeGraph;
-use crate::runner::queued_steps::RowSampling;
+use crate::runner::launcher::RowSampling;
 use crate::runner::step::{StepExecutor, StepSequence};
 
 /// A command that the first rank sends to a follower.

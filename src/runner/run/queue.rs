@@ -8,9 +8,8 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use crate::runner::Runner;
-use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
 use crate::runner::sampling::Chosen;
-use crate::runner::step::{StepExecutor, StepFacts, StepSequence, route};
+use crate::runner::step::{QueuedStep, QueuedTokens, StepExecutor, StepFacts, StepSequence, route};
 
 impl Runner {
     /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.

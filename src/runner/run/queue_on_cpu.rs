@@ -7,9 +7,8 @@ use anyhow::{Result, anyhow};
 
 use crate::kernels::sampling::{DeviceSampling, RowEdits};
 use crate::runner::Runner;
-use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
 use crate::runner::sampling::TokenSampler;
-use crate::runner::step::{StepKind, StepSequence};
+use crate::runner::step::{QueuedStep, QueuedTokens, StepKind, StepSequence};
 
 impl Runner {
     /// Implements [`queue`](Self::queue) for a CPU: runs the step immediately.

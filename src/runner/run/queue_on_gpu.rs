@@ -5,8 +5,8 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 
 use crate::runner::Runner;
-use crate::runner::queued_steps::{ExpectedToken, QueuedStep, QueuedTokens, RowSampling};
-use crate::runner::step::{StepExecutor, StepKind, StepSequence};
+use crate::runner::launcher::RowSampling;
+use crate::runner::step::{ExpectedToken, QueuedStep, QueuedTokens, StepExecutor, StepKind, StepSequence};
 
 impl Runner {
     /// Implements [`queue`](Self::queue) for a GPU.

@@ -186,7 +186,7 @@ impl Runner {
 
     /// Stops the decode graph. Call this function before another pass, which may overwrite the blocks of the graph's
     /// sequence.
-    pub(in crate::runner) fn stop_graph(&mut self) {
+    pub(super) fn stop_graph(&mut self) {
         if let Ok(graph) = &mut self.decode_graph {
             graph.stop();
         }

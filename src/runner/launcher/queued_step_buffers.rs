@@ -8,7 +8,6 @@ use anyhow::{Result, anyhow};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::queued_step::ExpectedToken;
 use super::row_sampling::RowSampling;
 use crate::kernels::launch::{HostMailbox, HostWords};
 use crate::kernels::sampling::{
@@ -18,7 +17,7 @@ use crate::kernels::sampling::{
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::sampling::{Chosen, ChosenToken, TokenLogprobs, token_in_word};
-use crate::runner::step::StepSequence;
+use crate::runner::step::{ExpectedToken, StepSequence};
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
 /// The engine loop stays within this limit: it takes the tokens of step n before it queues step n + 2.

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
+use super::times::StepKind;
 use crate::runner::sampling::Chosen;
-use crate::runner::step::StepKind;
 
 /// A queued step. [`Runner::take`](crate::runner::Runner::take) returns its tokens.
 pub struct QueuedStep {

@@ -1,8 +1,6 @@
 //! Runs one sequence that has the KV cache to itself, for `bench`, `perplexity` and `EngineHandle::logits`.
 //!
-//! The module `bench` contains prefill, decode steps and measurements, for the command `bench` and for tests.
-
-mod bench;
+//! `bench.rs` contains more methods for this sequence.
 
 use anyhow::{Result, bail};
 use candle_core::Tensor;

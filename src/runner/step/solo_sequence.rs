@@ -4,7 +4,7 @@ use crate::nn::kv_cache::{BlockTables, CacheLayout};
 use crate::runner::limits::RunnerLimits;
 
 /// The cached tokens of the solo sequence and their block tables.
-pub(super) struct SoloSequence {
+pub struct SoloSequence {
     /// The tokens whose keys and values are in the cache.
     pub cached: Vec<u32>,
     pub tables: BlockTables,
