@@ -292,41 +292,20 @@ impl BatchGraph {
         buffers: &QueuedStepBuffers,
         table_blocks: usize,
     ) -> Result<StepInputs> {
-        let (groups, size) = (cache.layout().groups(), self.ids.dims1()?);
+        let size = self.ids.dims1()?;
         let Some(last) = sequences.last() else { bail!("cannot run a batch: it has no sequences") };
-        let rows = || sequences.iter().chain(std::iter::repeat_n(last, size - sequences.len()));
-        let ids: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
-            bail!(
-                "cannot run a batch: token id {id} is outside the model's vocabulary of {} tokens",
-                decoder.vocab_size()
-            );
-        }
-        let sources = rows().map(|sequence| buffers.source(sequence)).collect::<Result<_>>()?;
-        let mut words: Vec<u32> = rows().map(|sequence| sequence.position as u32).collect();
+        let padding = std::iter::repeat_n(last, size - sequences.len());
+        let rows: Vec<&StepSequence> = sequences.iter().chain(padding).collect();
+        let ids = token_ids(&rows, decoder.vocab_size())?;
+        let sources = rows.iter().map(|sequence| buffers.source(sequence)).collect::<Result<_>>()?;
+        let mut words: Vec<u32> = rows.iter().map(|sequence| sequence.position as u32).collect();
         let mut changes = Vec::new();
-        for group in 0..groups {
-            for (row, sequence) in rows().enumerate() {
-                let (table, position) = (sequence.tables.table(group), sequence.position);
-                let used = position / BLOCK_TOKENS + 1;
-                if used > table.len().min(table_blocks) || position >= decoder.context() {
-                    bail!("cannot decode at position {position}: it has no block, or is beyond the context");
-                }
-                words.push(slot(table, position));
+        for group in 0..cache.layout().groups() {
+            for (row, sequence) in rows.iter().enumerate() {
+                let table = used_table(sequence, group, table_blocks, decoder.context())?;
+                words.push(slot(table, sequence.position));
                 let first = (group * size + row) * table_blocks;
-                let sent = &self.sent_words[first..first + used];
-                for (index, (&sent, &block)) in sent.iter().zip(table).enumerate() {
-                    if sent == block {
-                        continue;
-                    }
-                    if block as usize >= cache.blocks() {
-                        bail!(
-                            "cannot run a batch: block {block} is not one of the {} blocks of the KV cache",
-                            cache.blocks()
-                        );
-                    }
-                    changes.push(((first + index) as u32, block));
-                }
+                self.add_changed_blocks(&mut changes, first, table, cache.blocks())?;
             }
         }
         let flag = self.sent_words.len() - 1;
@@ -335,6 +314,28 @@ impl BatchGraph {
             changes.push((flag as u32, skips_logits));
         }
         Ok(StepInputs { ids, sources, words, changes })
+    }
+
+    /// Appends to `changes` each entry of a block table that differs from `self.sent_words`, where the table begins at
+    /// the index `first`. Fails if a block of such an entry is not one of the `cache_blocks` blocks of the KV cache.
+    fn add_changed_blocks(
+        &self,
+        changes: &mut Vec<(u32, u32)>,
+        first: usize,
+        table: &[u32],
+        cache_blocks: usize,
+    ) -> Result<()> {
+        let sent = &self.sent_words[first..first + table.len()];
+        for (index, (&sent, &block)) in sent.iter().zip(table).enumerate() {
+            if sent == block {
+                continue;
+            }
+            if block as usize >= cache_blocks {
+                bail!("cannot run a batch: block {block} is not one of the {cache_blocks} blocks of the KV cache");
+            }
+            changes.push(((first + index) as u32, block));
+        }
+        Ok(())
     }
 
     /// Applies changes that were sent to the device to the host's copy.
@@ -408,6 +409,26 @@ impl BatchGraph {
         }
         Ok(true)
     }
+}
+
+/// Returns the input token of each row. Fails if a token is outside the vocabulary.
+fn token_ids(rows: &[&StepSequence], vocab_size: usize) -> Result<Vec<u32>> {
+    let ids: Vec<u32> = rows.iter().map(|sequence| sequence.ids[0]).collect();
+    if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+        bail!("cannot run a batch: token id {id} is outside the model's vocabulary of {vocab_size} tokens");
+    }
+    Ok(ids)
+}
+
+/// Returns the entries of a sequence's block table for a layer group, up to the block of the sequence's position.
+/// Fails if the position has no block, or is beyond the context or the `table_blocks` entries of a table on the device.
+fn used_table<'s>(sequence: &StepSequence<'s>, group: usize, table_blocks: usize, context: usize) -> Result<&'s [u32]> {
+    let (table, position) = (sequence.tables.table(group), sequence.position);
+    let used = position / BLOCK_TOKENS + 1;
+    if used > table.len().min(table_blocks) || position >= context {
+        bail!("cannot decode at position {position}: it has no block, or is beyond the context");
+    }
+    Ok(&table[..used])
 }
 
 #[cfg(test)]
