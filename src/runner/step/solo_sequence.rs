@@ -9,7 +9,7 @@ pub struct SoloSequence {
     pub cached: Vec<u32>,
     pub tables: BlockTables,
     /// The largest position that steps since the last [`clear`](Self::clear) write, plus one. Includes queued steps.
-    /// `Runner::rewind` uses `written` to find out whether keys and values of a sliding window may have been overwritten.
+    /// From this, `Runner::rewind` finds out whether keys and values of a sliding window may have been overwritten.
     pub written: usize,
 }
 
