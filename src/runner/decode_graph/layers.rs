@@ -91,11 +91,10 @@ pub(super) fn add_attention(
     cache: CachedLayer,
     table: &Tensor,
 ) -> Result<()> {
-    let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
+    let Attention { qkv_proj, o_proj, qk_norm, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
     let q = layer_buffers.tensor(Contents::Queries, &[heads, head_dim], dtype, device)?;
-    let attended = layer_buffers.tensor(Contents::Attended, &[heads, head_dim], dtype, device)?;
     let qk_shape = [heads + config.spec.kv_heads, head_dim];
     let unnormalized_qk = layer_buffers.tensor(Contents::UnnormalizedQk, &qk_shape, DType::F32, device)?;
     let qk_norm = qk_norm.as_ref().map(|(q, k)| QkNormBuffers {
@@ -115,10 +114,37 @@ pub(super) fn add_attention(
         qk_norm,
     };
     decode::add_qkv(launches, buffers, rms_norm(&layer.attention_norm), &qkv)?;
+    let attended = add_flash_attention(launches, buffers, layer_buffers, &layer.self_attn, cache, &q, table)?;
+    let unnormalized = layer_buffers.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;
+    let post_norm = post_norm(&layer.attention_post_norm, &unnormalized);
+    Ok(decode::add_residual(
+        launches,
+        buffers,
+        &attended.flatten_all()?,
+        &o_proj.weight,
+        o_proj.bias.as_ref(),
+        post_norm,
+    )?)
+}
 
+/// Adds the launch that computes attention, right after the launches of `add_qkv`.
+/// `q`, `[heads, head_dim]`, receives the rotated queries. `table` is the same as for [`add_attention`].
+/// Returns the buffer for the output, which has the shape and dtype of `q`.
+fn add_flash_attention(
+    launches: &mut LaunchList,
+    buffers: &StepBuffers,
+    layer_buffers: &mut LayerBuffers,
+    attention: &Attention,
+    cache: CachedLayer,
+    q: &Tensor,
+    table: &Tensor,
+) -> Result<Tensor> {
+    let Attention { sinks, config, .. } = attention;
+    let device = buffers.x.device();
     let Device::Cuda(cuda) = device else { bail!("the decode graph needs a GPU") };
     let mask = AttentionMask { window: config.spec.window, scale: config.scale, softcap: config.softcap };
     let queries = q.unsqueeze(0)?;
+    let attended = layer_buffers.tensor(Contents::Attended, q.dims(), q.dtype(), device)?;
     let flash = FlashAttention::new(cuda, &queries, cache, 1, mask)?;
     let tensors = FlashTensors {
         q: &queries,
@@ -139,17 +165,7 @@ pub(super) fn add_attention(
     // `DecodeGraph` runs a step only if the block table covers its position.
     // `set_tables` rejects blocks that the cache does not have.
     unsafe { launches.add(launch)? };
-
-    let unnormalized = layer_buffers.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;
-    let post_norm = post_norm(&layer.attention_post_norm, &unnormalized);
-    Ok(decode::add_residual(
-        launches,
-        buffers,
-        &attended.flatten_all()?,
-        &o_proj.weight,
-        o_proj.bias.as_ref(),
-        post_norm,
-    )?)
+    Ok(attended)
 }
 
 /// Adds the launches for a gated MLP, from the norm before the MLP to the residual connection.
