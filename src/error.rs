@@ -136,7 +136,7 @@ pub enum Error {
 
     /// The request asks for a deterministic answer, but the engine's chunk size or attention kernel does not allow one.
     #[error(
-        "cannot answer deterministically: {reason}\n  load the model with --chunk and --context of 64 or more; if it uses the attention kernel 'flash', add --attention eager"
+        "cannot answer deterministically: {reason}\n  load the model with --chunk and --context of 64 or more; if it uses the attention kernel 'flash', add --attention portable"
     )]
     NotDeterministic { reason: String },
 

@@ -71,10 +71,10 @@ pub const EXCHANGE_ROW_BLOCKS: usize = 2;
 /// Positions per block of the KV cache.
 pub const BLOCK_TOKENS: usize = 64;
 
-// Attention without tensor cores (`attention/eager_attention.rs`, `attention/eager_attention.cu`).
+// Attention without tensor cores (`attention/portable_attention.rs`, `attention/portable_attention.cu`).
 
-/// The largest head size that eager attention supports. Each lane of a warp keeps 1/32 of a head in registers.
-pub const EAGER_MAX_HEAD_DIM: usize = 256;
+/// The largest head size that portable attention supports. Each lane of a warp keeps 1/32 of a head in registers.
+pub const PORTABLE_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/tile_kernel.rs`, `attention/flash_attention.cu`).
 //

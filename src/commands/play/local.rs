@@ -143,7 +143,7 @@ fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
 /// Prints a summary of the loaded model to stderr, if stderr is a terminal.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
-    // On a CPU, do not show the execution mode and the attention kernel, because both are always `eager`.
+    // On a CPU, do not show the execution mode and the attention kernel: they are always `eager` and `portable`.
     let executor = match info.device.compute_capability {
         Some(_) => format!(" · {}, {} attention", engine.execution_mode(), info.attention),
         None => String::new(),

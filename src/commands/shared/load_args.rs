@@ -54,7 +54,7 @@ pub struct LoadArgs {
     #[arg(long, hide_short_help = true)]
     eager: bool,
     /// Attention kernel of all steps except those of the decode graph: own (inferno's, for tensor cores), flash
-    /// (FlashAttention, needs the flash-attn feature), eager (inferno's, without tensor cores) or auto
+    /// (FlashAttention, needs the flash-attn feature), portable (inferno's, without tensor cores) or auto
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: AttentionChoice,
     /// The minimum number of full-context sequences that the KV cache can hold.
@@ -76,7 +76,9 @@ enum AttentionChoice {
     Auto,
     Own,
     Flash,
-    Eager,
+    // The earlier name, which is still accepted. It is unrelated to `--eager`.
+    #[value(alias = "eager")]
+    Portable,
 }
 
 /// The values of `--split`. See [`Split`].
@@ -206,7 +208,7 @@ impl LoadArgs {
                     AttentionChoice::Auto => AttentionBackend::Auto,
                     AttentionChoice::Own => AttentionBackend::Own,
                     AttentionChoice::Flash => AttentionBackend::CandleFlashAttn,
-                    AttentionChoice::Eager => AttentionBackend::Eager,
+                    AttentionChoice::Portable => AttentionBackend::Portable,
                 },
                 progress: &|bytes, total| {
                     bar.set_length(total);

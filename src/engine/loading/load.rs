@@ -249,7 +249,7 @@ fn fingerprint(
 fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage(
-            "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention eager"
+            "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention portable"
                 .into()
         ));
     }

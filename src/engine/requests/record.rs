@@ -136,7 +136,7 @@ impl EngineRecord {
             device: info.device.name.clone(),
             dtype: format!("{:?}", info.dtype),
             quantization: info.quantization.clone(),
-            attention: info.attention.to_string(),
+            attention: info.attention.record_name().to_string(),
             executor: info.execution_mode.to_string(),
             context: info.context,
             chunk: info.chunk,

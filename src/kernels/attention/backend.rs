@@ -15,15 +15,15 @@ pub enum AttentionBackend {
     /// The tensor-core kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
     /// inferno uses them for bf16 and f16 and for head sizes up to 256 that are multiples of 8, without a soft cap.
     CandleFlashAttn,
-    /// The kernels in `eager_attention.cu`, or plain Rust on a CPU.
-    /// Eager attention is slow, but supports every compute dtype and head sizes up to 256.
-    Eager,
+    /// The kernels in `portable_attention.cu`, or plain Rust on a CPU.
+    /// They use no tensor cores. They are slow, but support every compute dtype and head sizes up to 256.
+    Portable,
 }
 
 impl AttentionBackend {
     /// Returns `self`, or the backend that `Auto` selects for this device, dtype, head size and soft cap.
     ///
-    /// `Auto` and `Eager` always succeed, and `Auto` selects `Eager` on a CPU.
+    /// `Auto` and `Portable` always succeed, and `Auto` selects `Portable` on a CPU.
     /// `Own` and `CandleFlashAttn` fail on a CPU, in a build without them, and if they do not support the dtype, the
     /// head size or the soft cap. The error is the reason.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
@@ -35,7 +35,7 @@ impl AttentionBackend {
         match self {
             Self::Auto if has_own => Ok(Self::Own),
             Self::Auto if has_candle => Ok(Self::CandleFlashAttn),
-            Self::Auto | Self::Eager => Ok(Self::Eager),
+            Self::Auto | Self::Portable => Ok(Self::Portable),
             Self::Own if has_own => Ok(Self::Own),
             Self::CandleFlashAttn if has_candle => Ok(Self::CandleFlashAttn),
             _ if !is_on_gpu => Err("this kernel needs a GPU; use auto".into()),
@@ -49,6 +49,17 @@ impl AttentionBackend {
             _ => Err(format!("this kernel does not support head size {head_dim} in {dtype:?}; use auto")),
         }
     }
+
+    /// Returns the name of the backend in the records of requests and in receipts.
+    /// These names must not change, because new records are compared with old ones.
+    pub fn record_name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Own => "own",
+            Self::CandleFlashAttn => "flash",
+            Self::Portable => "eager",
+        }
+    }
 }
 
 impl std::fmt::Display for AttentionBackend {
@@ -57,7 +68,7 @@ impl std::fmt::Display for AttentionBackend {
             Self::Auto => "auto",
             Self::Own => "own",
             Self::CandleFlashAttn => "flash",
-            Self::Eager => "eager",
+            Self::Portable => "portable",
         })
     }
 }

@@ -15,10 +15,10 @@ use candle_core::{DType, Result, Tensor};
 // Links the crate's C library. This module calls no Rust function of the crate.
 use candle_flash_attn as _;
 
-use super::eager_attention::scale_by_sinks;
 use super::inputs::AttentionInputs;
 use super::mask::AttentionMask;
 use super::paged::slot;
+use super::portable_attention::scale_by_sinks;
 use crate::kernels::launch::address;
 
 unsafe extern "C" {

@@ -6,7 +6,7 @@
 //!
 //! - `backend`: the implementations of attention, and the choice among them
 //! - `flash_attention`, `tile_kernel`: attention on tensor cores, and the choice of its kernel
-//! - `eager_attention`: attention without tensor cores, and the reference on the CPU
+//! - `portable_attention`: attention without tensor cores, and the reference on the CPU
 //! - `candle_flash_attn`: attention with the crate candle-flash-attn
 //! - `rope`: splits the output of the QKV projection, rotates q and k, and writes k and v to the KV cache
 //! - `paged`: the KV cache as blocks; `inputs`, `shape`, `mask`: the inputs, sizes and mask of attention
@@ -14,12 +14,12 @@
 mod backend;
 #[cfg(feature = "flash-attn")]
 mod candle_flash_attn;
-mod eager_attention;
 #[cfg(feature = "cuda")]
 mod flash_attention;
 mod inputs;
 mod mask;
 mod paged;
+mod portable_attention;
 pub mod rope;
 mod shape;
 #[cfg(any(feature = "cuda", test))]
@@ -31,18 +31,18 @@ use crate::kernels::{elements, to_f32};
 
 pub use crate::kernels::constants::FLASH_HEAD_DIMS;
 pub use backend::AttentionBackend;
-pub use eager_attention::{ReferenceInputs, reference};
 #[cfg(feature = "cuda")]
 pub use flash_attention::{FlashAttention, FlashTensors};
 pub use inputs::AttentionInputs;
 pub use mask::AttentionMask;
 pub use paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, QuerySpan, slot};
+pub use portable_attention::{ReferenceInputs, reference};
 pub use shape::AttentionShape;
 
 /// Computes attention over the cached keys and values. Returns the output in the shape and dtype of q.
 ///
 /// Fails if the inputs do not match each other, or if `backend` does not support them.
-/// On a CPU, `Auto` and `Eager` run [`reference()`].
+/// On a CPU, `Auto` and `Portable` run [`reference()`].
 pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<Tensor> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, .. } = inputs;
     let shape = AttentionShape::of_inputs(inputs)?;
@@ -76,7 +76,7 @@ pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<T
                 AttentionBackend::Own => flash_attention::attention(device, inputs, &out)?,
                 #[cfg(feature = "flash-attn")]
                 AttentionBackend::CandleFlashAttn => candle_flash_attn::attention(device, inputs, &out)?,
-                _ => eager_attention::launch(device, inputs, &out)?,
+                _ => portable_attention::launch(device, inputs, &out)?,
             }
             Ok(out)
         }

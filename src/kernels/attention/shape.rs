@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::inputs::AttentionInputs;
 use super::paged::{BLOCK_TOKENS, CachedLayer};
-use crate::kernels::constants::EAGER_MAX_HEAD_DIM;
+use crate::kernels::constants::PORTABLE_MAX_HEAD_DIM;
 
 /// The dimensions of the tensors in one attention call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl AttentionShape {
     /// Returns the dimensions of q, k and v.
     ///
     /// Fails if q, k, v and the sinks do not match, if the number of cache rows is not a multiple of [`BLOCK_TOKENS`],
-    /// or if the head size exceeds [`EAGER_MAX_HEAD_DIM`].
+    /// or if the head size exceeds [`PORTABLE_MAX_HEAD_DIM`].
     pub(super) fn of_tensors(q: &Tensor, layer: CachedLayer, sinks: Option<&Tensor>) -> Result<Self> {
         let CachedLayer { k, v } = layer;
         let (tokens, heads, head_dim) = q.dims3()?;
@@ -44,11 +44,11 @@ impl AttentionShape {
             || kv_heads == 0
             || !heads.is_multiple_of(kv_heads)
             || !rows.is_multiple_of(BLOCK_TOKENS)
-            || head_dim > EAGER_MAX_HEAD_DIM
+            || head_dim > PORTABLE_MAX_HEAD_DIM
         {
             bail!(
                 "cannot compute attention: unsupported shapes: q {:?}, k {:?}, v {:?} \
-                 (the maximum head_dim is {EAGER_MAX_HEAD_DIM}, and a block has {BLOCK_TOKENS} rows)",
+                 (the maximum head_dim is {PORTABLE_MAX_HEAD_DIM}, and a block has {BLOCK_TOKENS} rows)",
                 q.dims(),
                 k.dims(),
                 v.dims()

@@ -133,7 +133,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
 /// Checks attention with every backend, for the cases that the backend supports.
 fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
-    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
+    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Portable] {
         // The number of tokens affects which kernel a backend chooses and how the kernel divides its work.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
             // Skip backends that this build lacks, or that do not support the device, dtype, head size or soft cap.

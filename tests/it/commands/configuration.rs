@@ -82,6 +82,9 @@ fn mistakes_in_the_environment_are_reported() {
         ("INFERNO_PLAIN", "0"),
         ("INFERNO_PLAIN", "1"),
         ("INFERNO_EAGER", "yes"),
+        // The earlier name of `portable` is still accepted.
+        ("INFERNO_ATTENTION", "eager"),
+        ("INFERNO_ATTENTION", "portable"),
         ("INFERNO_HIDE_REASONING", "on"),
         ("INFERNO_SEED", ""),
         ("INFERNO_STOP", "zebra"),

@@ -162,7 +162,7 @@ fn deterministic_engine_refuses_candle_flash_attention() {
     let error = builder.deterministic(true).load().map(|_| ()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention eager"
+        "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention portable"
     );
 }
 

@@ -104,13 +104,13 @@ fn is_supported(backend: AttentionBackend, dtype: DType, head_dim: usize, softca
     match backend {
         AttentionBackend::Own => own && is_16_bit,
         AttentionBackend::CandleFlashAttn => flash && is_16_bit && softcap.is_none() && cfg!(feature = "flash-attn"),
-        AttentionBackend::Auto | AttentionBackend::Eager => true,
+        AttentionBackend::Auto | AttentionBackend::Portable => true,
     }
 }
 
 #[test]
 fn attention_backends_support_the_head_sizes_in_the_table() {
-    let backends = [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager];
+    let backends = [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Portable];
     for (head_dim, ..) in SUPPORTED_HEAD_SIZES {
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             for softcap in [None, Some(50.0)] {
@@ -192,7 +192,7 @@ pub fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, soft
     // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides this growth.
     let keys = spans.iter().map(|(tokens, position)| tokens + position).max().unwrap();
     let error_growth = if dtype == DType::F32 { 1.0 + keys as f32 / 2880.0 } else { 1.0 };
-    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
+    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Portable] {
         if !is_supported(backend, dtype, head_dim, softcap) {
             continue;
         }
@@ -406,9 +406,9 @@ fn attention_in_fixed_order_does_not_depend_on_other_sequences((case, dtype): (H
 fn unsupported_attention_backend_is_rejected_with_its_reason() {
     let choose = |backend: AttentionBackend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim, None);
     assert_eq!(choose(AttentionBackend::Auto, true, DType::BF16, 64), Ok(AttentionBackend::Own));
-    assert_eq!(choose(AttentionBackend::Auto, true, DType::F32, 64), Ok(AttentionBackend::Eager));
-    assert_eq!(choose(AttentionBackend::Auto, false, DType::F32, 64), Ok(AttentionBackend::Eager));
-    assert_eq!(choose(AttentionBackend::Eager, true, DType::BF16, 64), Ok(AttentionBackend::Eager));
+    assert_eq!(choose(AttentionBackend::Auto, true, DType::F32, 64), Ok(AttentionBackend::Portable));
+    assert_eq!(choose(AttentionBackend::Auto, false, DType::F32, 64), Ok(AttentionBackend::Portable));
+    assert_eq!(choose(AttentionBackend::Portable, true, DType::BF16, 64), Ok(AttentionBackend::Portable));
     assert!(choose(AttentionBackend::Own, true, DType::BF16, 40).unwrap_err().contains("head size 40"));
     let capped = |backend: AttentionBackend| backend.choose(true, DType::BF16, 64, Some(50.0));
     assert_eq!(capped(AttentionBackend::Auto), Ok(AttentionBackend::Own));

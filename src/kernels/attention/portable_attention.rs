@@ -1,6 +1,6 @@
 //! Attention without tensor cores, for every compute dtype and for head sizes up to 256.
 //!
-//! Launches the kernels in `eager_attention.cu` on a GPU, and computes attention in plain Rust on a CPU.
+//! Launches the kernels in `portable_attention.cu` on a GPU, and computes attention in plain Rust on a CPU.
 
 use rayon::prelude::*;
 
@@ -51,7 +51,7 @@ mod with_cuda {
         let shape = LaunchShape::new((tokens, heads, 1), 32 * warps).with_shared_bytes(shared_bytes);
         // SAFETY: `AttentionShape::of_inputs`, which `attention` calls, has checked shapes and dtypes.
         // `PassBlocks::new` or the batch graph has checked that the tables map all positions to blocks of the cache.
-        unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
+        unsafe { Launch::new(module!("portable_attention"), kernel, shape, arguments).enqueue(device) }
     }
 
     /// Applies sinks to attention output that was computed without sinks: out · sigmoid(lse - sink).
@@ -66,7 +66,7 @@ mod with_cuda {
         let kernel = format!("scale_by_sinks_{}", dtype_suffix(out.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32);
         // SAFETY: `candle_flash_attn::attend`, the only caller, passes tensors with the shapes and dtypes listed above.
-        unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
+        unsafe { Launch::new(module!("portable_attention"), kernel, shape, arguments).enqueue(device) }
     }
 }
 

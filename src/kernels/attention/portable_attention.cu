@@ -2,7 +2,7 @@
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
 // The kernel `attention` is the default for f32. For bf16 and f16, it is the default only if no tensor-core kernel of
 // the build supports both the head size and the soft cap.
-//   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
+//   q, out: T [tokens, heads, head_dim]; head_dim <= PORTABLE_MAX_HEAD_DIM
 //   k, v: the KV cache; see attention/paged.cuh
 //   positions: u32 [tokens], the position of each query
 //   sequences: u32 [tokens], the index of each query's sequence
@@ -12,7 +12,7 @@
 //   grid: (tokens, heads); block: 32 · warps
 //     Each block computes one query head of one token. Each warp runs an online softmax over its share of the keys.
 //     The results of all warps are merged at the end.
-//     eager_attention.rs chooses the number of warps.
+//     portable_attention.rs chooses the number of warps.
 //   shared memory: warps · (head_dim + 2) floats
 //   bytes moved: about 2 · head_dim · sizeof(T) for each token, query head and visible key, mostly from L2
 //     Each query head reads the keys and values of its KV head, even if other query heads share this KV head.
@@ -21,7 +21,7 @@
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 
-constexpr int MAX_LANE_DIMS = EAGER_MAX_HEAD_DIM / 32;
+constexpr int MAX_LANE_DIMS = PORTABLE_MAX_HEAD_DIM / 32;
 
 template <typename T>
 __device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, const uint32_t* positions,
