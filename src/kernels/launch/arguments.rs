@@ -34,6 +34,20 @@ pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
     Ok(base + (layout.start_offset() * tensor.dtype().size_in_bytes()) as CUdeviceptr)
 }
 
+/// Returns the device address of a tensor's first element, or a null address for `None`.
+/// Fails as [`address`] does.
+pub fn optional_address(tensor: Option<&Tensor>) -> Result<CUdeviceptr> {
+    tensor.map_or(Ok(0), address)
+}
+
+/// Converts a size to the type in which kernels take sizes. Fails if the size does not fit in an i32.
+pub fn kernel_size(size: usize) -> Result<i32> {
+    match i32::try_from(size) {
+        Ok(size) => Ok(size),
+        Err(_) => bail!("a tensor is too large: kernels cannot process a size of {size}; try a smaller --chunk"),
+    }
+}
+
 /// One kernel argument.
 #[derive(Clone)]
 pub enum Arg {
@@ -165,12 +179,7 @@ impl Arguments {
 
     /// Fails if [`int`](Self::int) has received a size that does not fit in an i32.
     pub(super) fn check(&self) -> Result<()> {
-        match self.too_large {
-            Some(value) => {
-                bail!("a tensor is too large: kernels cannot process a size of {value}; try a smaller --chunk")
-            }
-            None => Ok(()),
-        }
+        self.too_large.map_or(Ok(()), |size| kernel_size(size).map(|_| ()))
     }
 
     pub(super) fn memory(&self) -> &ArgumentMemory {

@@ -17,7 +17,7 @@ mod mailbox;
 mod module;
 mod tensor_map;
 
-pub use arguments::{Arg, Arguments, address};
+pub use arguments::{Arg, Arguments, address, kernel_size, optional_address};
 pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors, runs_hopper_code, runs_wgmma};
 pub use graph::LaunchGraph;
 pub use host_words::{HostWordRange, HostWords};
