@@ -197,9 +197,15 @@ fn cpp_declaration(name: &str, kind: &str, value: &str) -> Option<String> {
         "u32" => Some(format!("constexpr unsigned {name} = {value}u;\n")),
         "f32" => Some(format!("constexpr float {name} = {value}f;\n")),
         _ => {
-            let count = kind.strip_prefix("[usize; ")?.strip_suffix(']')?;
-            let values = value.strip_prefix('[')?.strip_suffix(']')?;
-            Some(format!("constexpr int {name}[{count}] = {{{values}}};\n"))
+            // C++ writes the outer length of an array of arrays first.
+            let (element, length) = kind.strip_prefix('[')?.strip_suffix(']')?.rsplit_once("; ")?;
+            let inner = match element.strip_prefix("[usize; ") {
+                Some(inner) => format!("[{inner}"),
+                None if element == "usize" => String::new(),
+                None => return None,
+            };
+            let values = value.replace('[', "{").replace(']', "}");
+            Some(format!("constexpr int {name}[{length}]{inner} = {values};\n"))
         }
     }
 }

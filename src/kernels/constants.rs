@@ -2,7 +2,7 @@
 //!
 //! The build script generates `constants.cuh` from this file.
 //! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`.
-//! `u32` becomes `unsigned`, `f32` becomes `float`, and `[usize; N]` becomes an array of `int`.
+//! `u32` becomes `unsigned`, `f32` becomes `float`, and `[usize; N]` and `[[usize; N]; M]` become arrays of `int`.
 //!
 //! Values must be valid in both Rust and C++.
 //! A `usize` value or an array element may contain numbers, `+ - * / << >>`, parentheses and constants defined earlier.
@@ -79,8 +79,8 @@ pub const PORTABLE_MAX_HEAD_DIM: usize = 256;
 // Attention on tensor cores (`attention/tile_kernel.rs`, `attention/flash_attention.cu`).
 //
 // For each head size and dtype, there are six flash attention kernels. The number of query rows per tile is part of a
-// kernel's name. Each kernel has three arrays: keys per tile, warps per block, and bytes of shared memory per block.
-// Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
+// kernel's name. Each kernel has a table with one row per head size, in the order of `FLASH_HEAD_DIMS`.
+// A row is [keys per tile, warps per block, bytes of shared memory per block].
 // The numbers of keys and warps were tuned on an H200. `flash_attention.cu` checks the bytes when it is compiled.
 
 /// The head sizes that the flash attention kernels support.
@@ -91,30 +91,25 @@ pub const FLASH_FEW_ROWS: usize = 16;
 pub const FLASH_MEDIUM_ROWS: usize = 64;
 /// Query rows per tile in the flash attention kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
-// The kernel `16_rows`, for small batches.
-pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
-pub const FLASH_FEW_WARPS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-pub const FLASH_FEW_SHARED_BYTES: [usize; 6] = [49152, 147456, 90112, 106496, 139264, 143616];
-// The kernels `16_rows_batch`, `16_rows_batch_half` and `16_rows_batch_quarter`, for large batches.
-// The last two use about a half and about a quarter of the shared memory of `16_rows_batch`.
-// A batch is large if its 16-row tiles, times the number of KV heads, outnumber the multiprocessors of the GPU.
-pub const FLASH_BATCH_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
-pub const FLASH_BATCH_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 4];
-pub const FLASH_BATCH_SHARED_BYTES: [usize; 6] = [36864, 110592, 67584, 79872, 104448, 211200];
-pub const FLASH_BATCH_HALF_KEYS: [usize; 6] = [16, 16, 16, 16, 16, 16];
-pub const FLASH_BATCH_HALF_WARPS: [usize; 6] = [4, 4, 2, 2, 2, 2];
-pub const FLASH_BATCH_HALF_SHARED_BYTES: [usize; 6] = [18432, 55296, 33792, 39936, 52224, 109824];
-pub const FLASH_BATCH_QUARTER_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
-pub const FLASH_BATCH_QUARTER_WARPS: [usize; 6] = [1, 1, 1, 1, 1, 1];
-pub const FLASH_BATCH_QUARTER_SHARED_BYTES: [usize; 6] = [9216, 27648, 16896, 19968, 26112, 59136];
-// The kernel `64_rows`.
-pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
-pub const FLASH_MEDIUM_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 4];
-pub const FLASH_MEDIUM_SHARED_BYTES: [usize; 6] = [12288, 36864, 45056, 53248, 69632, 67584];
-// The kernel `128_rows`.
-pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
-pub const FLASH_MANY_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 8];
-pub const FLASH_MANY_SHARED_BYTES: [usize; 6] = [12288, 27648, 33792, 66560, 87040, 135168];
+/// The kernel `16_rows`, for small batches.
+pub const FLASH_FEW_TILES: [[usize; 3]; 6] =
+    [[32, 8, 49152], [32, 8, 147456], [16, 8, 90112], [16, 8, 106496], [16, 8, 139264], [16, 4, 143616]];
+/// The kernel `16_rows_batch`, for large batches.
+/// A batch is large if its 16-row tiles, times the number of KV heads, outnumber the multiprocessors of the GPU.
+pub const FLASH_BATCH_TILES: [[usize; 3]; 6] =
+    [[32, 4, 36864], [32, 4, 110592], [16, 4, 67584], [16, 4, 79872], [16, 4, 104448], [16, 4, 211200]];
+/// The kernel `16_rows_batch_half`, with about half of the shared memory of `16_rows_batch`.
+pub const FLASH_BATCH_HALF_TILES: [[usize; 3]; 6] =
+    [[16, 4, 18432], [16, 4, 55296], [16, 2, 33792], [16, 2, 39936], [16, 2, 52224], [16, 2, 109824]];
+/// The kernel `16_rows_batch_quarter`, with about a quarter of the shared memory of `16_rows_batch`.
+pub const FLASH_BATCH_QUARTER_TILES: [[usize; 3]; 6] =
+    [[32, 1, 9216], [32, 1, 27648], [16, 1, 16896], [16, 1, 19968], [16, 1, 26112], [16, 1, 59136]];
+/// The kernel `64_rows`.
+pub const FLASH_MEDIUM_TILES: [[usize; 3]; 6] =
+    [[64, 4, 12288], [64, 4, 36864], [64, 4, 45056], [64, 4, 53248], [64, 4, 69632], [16, 4, 67584]];
+/// The kernel `128_rows`.
+pub const FLASH_MANY_TILES: [[usize; 3]; 6] =
+    [[64, 4, 12288], [48, 4, 27648], [48, 4, 33792], [48, 4, 66560], [48, 4, 87040], [32, 8, 135168]];
 
 // Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cuh`).
 

@@ -49,10 +49,16 @@ constexpr int ROW_PADDING = 8;
 // registers. Otherwise, the queries are in shared memory.
 constexpr int REGISTER_ELEMENTS = 160;
 
-constexpr int head_dim_index(int head_dim) {
-    int index = 0;
-    while (FLASH_HEAD_DIMS[index] != head_dim) ++index;
-    return index;
+// A row of a table of tile sizes in constants.rs.
+struct TileSizes {
+    int keys, warps, shared_bytes;
+};
+
+// Returns the row for a head size. Does not compile if the kernels do not support the head size.
+constexpr TileSizes tile_sizes(const int (&table)[6][3], int head_dim) {
+    int row = 0;
+    while (FLASH_HEAD_DIMS[row] != head_dim) ++row;
+    return {table[row][0], table[row][1], table[row][2]};
 }
 
 // How the warps of a thread block divide the rows and the keys of a row tile.
@@ -60,10 +66,11 @@ constexpr int head_dim_index(int head_dim) {
 //     Each warp computes its own ROWS / WARPS rows.
 //   16-row kernels: each warp is a team of its own. All teams compute the same 16 rows, each for its own key tiles.
 //     If there are several teams, the block merges their weighted sums at the end.
-template <int HEAD_DIM, int TILE_ROWS, int TILE_KEYS, int BLOCK_WARPS, int PIPELINE_STAGES> struct FlashTile {
-    static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, KEYS = TILE_KEYS, STAGES = PIPELINE_STAGES;
+template <int HEAD_DIM, int TILE_ROWS, const int (&SIZES)[6][3], int PIPELINE_STAGES> struct FlashTile {
+    static constexpr TileSizes TILE = tile_sizes(SIZES, HEAD_DIM);
+    static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, KEYS = TILE.keys, STAGES = PIPELINE_STAGES;
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
-    static constexpr int TEAMS = FEW ? BLOCK_WARPS : 1, WARPS = BLOCK_WARPS / TEAMS;  // WARPS: warps per team
+    static constexpr int TEAMS = FEW ? TILE.warps : 1, WARPS = TILE.warps / TEAMS;  // WARPS: warps per team
     static constexpr int M = ROWS / 16 / WARPS;
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
     // Large heads need more registers: with head_dim = 256, the weighted sums of 16 rows take 128 registers per thread.
@@ -73,7 +80,7 @@ template <int HEAD_DIM, int TILE_ROWS, int TILE_KEYS, int BLOCK_WARPS, int PIPEL
     static constexpr bool QUERIES_IN_REGISTERS = M * D <= REGISTER_ELEMENTS;
     static constexpr int QUERY_BYTES = QUERIES_IN_REGISTERS ? 0 : 2 * ROWS * STRIDE;
     static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * KEY_ELEMENTS * 2;
-    static constexpr int SHARED_BYTES = QUERY_BYTES + PIPELINE_BYTES;
+    static_assert(QUERY_BYTES + PIPELINE_BYTES == TILE.shared_bytes, "constants.rs must list the bytes of this kernel");
     static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 values of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
     static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge buffers do not fit in the shared memory of the pipeline");
@@ -621,12 +628,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     if (is_last_block(arrivals + slot, splits)) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
 }
 
-// GROUP selects the constants of the kernel (see constants.rs).
-#define DEFINE_KERNEL(NAME, GROUP, ROWS, STAGES, D, T, SUFFIX)                                                         \
-    using Tile_##NAME##_##D =                                                                                          \
-        FlashTile<D, ROWS, FLASH_##GROUP##_KEYS[head_dim_index(D)], FLASH_##GROUP##_WARPS[head_dim_index(D)], STAGES>; \
-    static_assert(Tile_##NAME##_##D::SHARED_BYTES == FLASH_##GROUP##_SHARED_BYTES[head_dim_index(D)],                  \
-                  "constants.rs must list the shared memory of this kernel");                                          \
+// TILES selects the table of tile sizes of the kernel (see constants.rs).
+#define DEFINE_KERNEL(NAME, TILES, ROWS, STAGES, D, T, SUFFIX)                                                         \
+    using Tile_##NAME##_##D = FlashTile<D, ROWS, FLASH_##TILES##_TILES, STAGES>;                                       \
     extern "C" __global__ void __launch_bounds__(Tile_##NAME##_##D::THREADS, Tile_##NAME##_##D::MIN_BLOCKS)            \
         flash_attention_##NAME##_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,        \
                                                 const uint32_t* positions, const uint32_t* tables,                     \
@@ -652,7 +656,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 #define DEFINE_HEAD_DIM(D)                                                                                             \
     DEFINE_DTYPE(D, __half, f16)                                                                                       \
     DEFINE_DTYPE(D, __nv_bfloat16, bf16)
-// head_dim_index does not compile for other head sizes.
+// tile_sizes does not compile for other head sizes.
 static_assert(sizeof(FLASH_HEAD_DIMS) == 6 * sizeof(int), "each of FLASH_HEAD_DIMS must have its DEFINE_HEAD_DIM");
 DEFINE_HEAD_DIM(16)
 DEFINE_HEAD_DIM(64)

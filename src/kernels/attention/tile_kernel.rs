@@ -5,11 +5,8 @@
 use super::mask::AttentionMask;
 use super::paged::MAX_FEW_ROWS;
 use crate::kernels::constants::{
-    FLASH_BATCH_HALF_KEYS, FLASH_BATCH_HALF_SHARED_BYTES, FLASH_BATCH_HALF_WARPS, FLASH_BATCH_KEYS,
-    FLASH_BATCH_QUARTER_KEYS, FLASH_BATCH_QUARTER_SHARED_BYTES, FLASH_BATCH_QUARTER_WARPS, FLASH_BATCH_SHARED_BYTES,
-    FLASH_BATCH_WARPS, FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_SHARED_BYTES, FLASH_FEW_WARPS, FLASH_HEAD_DIMS,
-    FLASH_MANY_KEYS, FLASH_MANY_ROWS, FLASH_MANY_SHARED_BYTES, FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS,
-    FLASH_MEDIUM_SHARED_BYTES, FLASH_MEDIUM_WARPS,
+    FLASH_BATCH_HALF_TILES, FLASH_BATCH_QUARTER_TILES, FLASH_BATCH_TILES, FLASH_FEW_ROWS, FLASH_FEW_TILES,
+    FLASH_HEAD_DIMS, FLASH_MANY_ROWS, FLASH_MANY_TILES, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_TILES,
 };
 
 /// The maximum number of splits per row tile.
@@ -175,38 +172,17 @@ impl TileKernel {
 
     /// Returns the kernels for a head size. `index` is its index in [`FLASH_HEAD_DIMS`].
     fn of_head_dim(index: usize) -> [Self; 6] {
-        let tile = |kind, name, rows, keys: [usize; 6], warps: [usize; 6], shared_bytes: [usize; 6]| {
-            let (keys, threads, shared_bytes) = (keys[index], 32 * warps[index], shared_bytes[index]);
-            Self { kind, name, rows, keys, threads, shared_bytes }
+        let tile = |kind, name, rows, sizes: [[usize; 3]; 6]| {
+            let [keys, warps, shared_bytes] = sizes[index];
+            Self { kind, name, rows, keys, threads: 32 * warps, shared_bytes }
         };
-        let few = |kind, name, keys, warps, shared_bytes| tile(kind, name, FLASH_FEW_ROWS, keys, warps, shared_bytes);
-        let batch = |name, keys, warps, shared_bytes| few(TileKind::Batch, name, keys, warps, shared_bytes);
         [
-            few(TileKind::Few, "16_rows", FLASH_FEW_KEYS, FLASH_FEW_WARPS, FLASH_FEW_SHARED_BYTES),
-            batch("16_rows_batch", FLASH_BATCH_KEYS, FLASH_BATCH_WARPS, FLASH_BATCH_SHARED_BYTES),
-            batch("16_rows_batch_half", FLASH_BATCH_HALF_KEYS, FLASH_BATCH_HALF_WARPS, FLASH_BATCH_HALF_SHARED_BYTES),
-            batch(
-                "16_rows_batch_quarter",
-                FLASH_BATCH_QUARTER_KEYS,
-                FLASH_BATCH_QUARTER_WARPS,
-                FLASH_BATCH_QUARTER_SHARED_BYTES,
-            ),
-            tile(
-                TileKind::Many,
-                "128_rows",
-                FLASH_MANY_ROWS,
-                FLASH_MANY_KEYS,
-                FLASH_MANY_WARPS,
-                FLASH_MANY_SHARED_BYTES,
-            ),
-            tile(
-                TileKind::Medium,
-                "64_rows",
-                FLASH_MEDIUM_ROWS,
-                FLASH_MEDIUM_KEYS,
-                FLASH_MEDIUM_WARPS,
-                FLASH_MEDIUM_SHARED_BYTES,
-            ),
+            tile(TileKind::Few, "16_rows", FLASH_FEW_ROWS, FLASH_FEW_TILES),
+            tile(TileKind::Batch, "16_rows_batch", FLASH_FEW_ROWS, FLASH_BATCH_TILES),
+            tile(TileKind::Batch, "16_rows_batch_half", FLASH_FEW_ROWS, FLASH_BATCH_HALF_TILES),
+            tile(TileKind::Batch, "16_rows_batch_quarter", FLASH_FEW_ROWS, FLASH_BATCH_QUARTER_TILES),
+            tile(TileKind::Many, "128_rows", FLASH_MANY_ROWS, FLASH_MANY_TILES),
+            tile(TileKind::Medium, "64_rows", FLASH_MEDIUM_ROWS, FLASH_MEDIUM_TILES),
         ]
     }
 
