@@ -14,7 +14,7 @@ use crate::kernels::matrix::Matrix;
 pub struct PostNorm<'t> {
     pub norm: RmsNormParams<'t>,
     /// The buffer for the output of the projection: f32 `[hidden]`.
-    pub scratch: &'t Tensor,
+    pub unnormalized: &'t Tensor,
 }
 
 /// Adds a launch that computes `partial += W·y + bias`.
@@ -39,7 +39,7 @@ pub fn add_residual(
     if let Some(bias) = bias {
         check_f32("the bias", bias, rows)?;
     }
-    let out = post_norm.map_or(&buffers.partial, |post_norm| post_norm.scratch);
+    let out = post_norm.map_or(&buffers.partial, |post_norm| post_norm.unnormalized);
     check_f32("the output of a projection", out, rows)?;
     let arguments = Arguments::new()
         .optional(post_norm.is_none().then_some(&buffers.partial))?
@@ -55,13 +55,13 @@ pub fn add_residual(
     let launch = Launch::new(module!("residual"), kernel, matvec_shape(buffers, rows, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
-    let Some(PostNorm { norm, scratch }) = post_norm else {
+    let Some(PostNorm { norm, unnormalized }) = post_norm else {
         return add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x);
     };
-    add_sum_of_sent(launches, &buffers.layer_world, scratch, scratch)?;
+    add_sum_of_sent(launches, &buffers.layer_world, unnormalized, unnormalized)?;
     check_f32("the norm weight", norm.weight, rows)?;
     let arguments =
-        Arguments::new().tensor(&buffers.x)?.tensor(scratch)?.tensor(norm.weight)?.int(rows).float(norm.eps);
+        Arguments::new().tensor(&buffers.x)?.tensor(unnormalized)?.tensor(norm.weight)?.int(rows).float(norm.eps);
     // SAFETY: shapes and dtypes are checked above.
     // The kernel needs a hidden size that is a multiple of 4. `add_qkv` and `add_head` accept only multiples of 8.
     unsafe {

@@ -72,7 +72,7 @@ pub(super) fn rms_norm(norm: &Norm) -> RmsNormParams<'_> {
 /// Returns the parameters of a post-norm, or `None` without a post-norm.
 /// `unnormalized`, f32 `[hidden]`, is the buffer for the output of the projection before the norm.
 fn post_norm<'t>(norm: &'t Option<Norm>, unnormalized: &'t Tensor) -> Option<PostNorm<'t>> {
-    norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch: unnormalized })
+    norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), unnormalized })
 }
 
 fn projection(linear: &Linear) -> Projection<'_> {
