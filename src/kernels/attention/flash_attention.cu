@@ -9,21 +9,22 @@
 //   row_tiles: u32 [row tiles, 4] or null. The columns are the fields of RowTile below.
 //     If row_tiles is null, every sequence has the same number of tokens. The kernel argument `tokens` is this number.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
-//   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
+//   grid: (kv_heads, row tiles, partitions); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
 //     The row tiles of a sequence read mostly the same keys and values, so repeated reads mostly hit the L2 cache.
 //
 // Below, the tokens of a sequence are only its new tokens, which are in q, and not its cached tokens.
-// A row is one query head of one token. Each KV head serves group = heads / kv_heads query heads.
-// Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
+// A row is one query head of one token. Each KV head serves heads_per_kv = heads / kv_heads query heads.
+// Row r of KV head k belongs to token r / heads_per_kv of the sequence. Its query head is
+// k · heads_per_kv + r % heads_per_kv.
 // A thread block loads each of its keys and values once for all rows of its row tile.
 //
-// The keys of a row tile are divided among one or more splits. Each split is one thread block.
-// Each split except the last has at least min_tiles key tiles, so sequences with few keys have fewer splits.
-// If there are several splits, the last split to finish combines the f32 partial results of all splits:
-//   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
+// The keys of a row tile are divided among one or more partitions. Each partition is one thread block.
+// Each partition except the last has at least min_tiles key tiles, so sequences with few keys have fewer partitions.
+// If there are several partitions, the last partition to finish combines the f32 partial results of all partitions:
+//   partials: f32 [row tiles, kv_heads, partitions, ROWS · (head_dim + 2)]
 //     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum, total weight) per row.
-//   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
+//   arrivals: u32 [row tiles, kv_heads], the number of finished partitions; all zero between launches
 #include "attention/paged.cuh"
 #include "constants.cuh"
 #include "headers/arrive.cuh"
@@ -116,18 +117,18 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
 
 // The query rows that a block computes: one row tile of one KV head.
 template <typename C> struct BlockRows {
-    int kv_head, heads, group;  // group: query heads per KV head
-    int first_token;            // the index in q of the sequence's first token
-    int first, count;           // the index in the sequence of the tile's first row, and the number of rows in the tile
+    int kv_head, heads, heads_per_kv;  // heads_per_kv: query heads per KV head
+    int first_token;                   // the index in q of the sequence's first token
+    int first, count;  // the index in the sequence of the tile's first row, and the number of rows in the tile
 
     // Returns the offset in `q` and `out` of the first element of a row.
     __device__ __forceinline__ size_t element(int row) const {
         const int r = first + row;
-        return ((size_t)(first_token + r / group) * heads + kv_head * group + r % group) * C::D;
+        return ((size_t)(first_token + r / heads_per_kv) * heads + kv_head * heads_per_kv + r % heads_per_kv) * C::D;
     }
     // Returns the index of a row's token among the tokens of the sequence. Rows past the end of the tile get the token
     // of the last row.
-    __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
+    __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / heads_per_kv; }
 };
 
 struct RowTile {
@@ -139,12 +140,13 @@ struct RowTile {
 // Unless a sliding window limits the keys, the last row tiles of a sequence have the most, so they should start first.
 // If `row_tiles` is null, thread blocks therefore take the row tiles in reverse order.
 // `row_tiles` already begins with the row tiles that have the most keys.
-template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* row_tiles, int tokens, int group) {
+template <typename C>
+__device__ __forceinline__ RowTile find_row_tile(const uint4* row_tiles, int tokens, int heads_per_kv) {
     if (row_tiles) {
         const uint4 tile = __ldg(row_tiles + blockIdx.y);
         return {(int)tile.x, (int)tile.y, (int)tile.z, (int)tile.w};
     }
-    const int each = (tokens * group + C::ROWS - 1) / C::ROWS, index = gridDim.y - 1 - blockIdx.y;
+    const int each = (tokens * heads_per_kv + C::ROWS - 1) / C::ROWS, index = gridDim.y - 1 - blockIdx.y;
     const int sequence = index / each;
     return {sequence, index % each, sequence * tokens, tokens};
 }
@@ -170,9 +172,10 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
     static_assert(C::KEYS <= BLOCK_TOKENS);
     if (tile < team_tiles.end) {
         constexpr uint32_t SEGMENTS = C::D / 8, COPIES = C::KEYS * SEGMENTS, THREADS = C::TEAM_THREADS;
-        const uint32_t key = team_tiles.oldest + tile * C::KEYS, newest = team_tiles.newest, block = key / BLOCK_TOKENS;
+        const uint32_t key = team_tiles.oldest + tile * C::KEYS, newest = team_tiles.newest,
+                       first_block = key / BLOCK_TOKENS;
         const uint32_t last_block = min(key + C::KEYS - 1, newest) / BLOCK_TOKENS;
-        const uint32_t first_row = __ldg(table + block) * BLOCK_TOKENS;
+        const uint32_t first_row = __ldg(table + first_block) * BLOCK_TOKENS;
         const uint32_t last_row = __ldg(table + last_block) * BLOCK_TOKENS;
         const uint32_t thread = threadIdx.x % THREADS, left = team_tiles.newest - key;
         const uint32_t row_elements = kv_heads * C::D;
@@ -185,7 +188,8 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
             const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
             const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
             const uint32_t position = key + j;
-            const uint32_t row = (position / BLOCK_TOKENS == block ? first_row : last_row) + position % BLOCK_TOKENS;
+            const uint32_t row =
+                (position / BLOCK_TOKENS == first_block ? first_row : last_row) + position % BLOCK_TOKENS;
             const size_t from = (size_t)row * row_elements + kv_head * C::D + segment * 8;
             const uint32_t target = to + (j * C::STRIDE + segment * 8) * sizeof(T);
             copy_async_or_zero(target, k + from, j <= left);
@@ -208,8 +212,8 @@ __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile
     commit_copies();
 }
 
-// The queries of a warp as mma.sync fragments.
-// A thread holds elements of rows lane/4 and lane/4 + 8 in each group of 16 rows.
+// The queries of a warp as mma.sync fragments: slices of 16 columns, which one mma.sync multiplies.
+// A thread holds elements of rows lane/4 and lane/4 + 8 of every 16 rows.
 template <typename C>
 using Queries = uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
 
@@ -222,9 +226,9 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
         for (int h = 0; h < 2; ++h) {
             const T* from = q + rows.element(min(warp_row + m * 16 + lane / 4 + 8 * h, rows.count - 1)) + lane % 4 * 2;
 #pragma unroll
-            for (int step = 0; step < C::D / 16; ++step) {
-                queries[m][step][h] = *reinterpret_cast<const uint32_t*>(from + step * 16);
-                queries[m][step][h + 2] = *reinterpret_cast<const uint32_t*>(from + step * 16 + 8);
+            for (int slice = 0; slice < C::D / 16; ++slice) {
+                queries[m][slice][h] = *reinterpret_cast<const uint32_t*>(from + slice * 16);
+                queries[m][slice][h + 2] = *reinterpret_cast<const uint32_t*>(from + slice * 16 + 8);
             }
         }
     }
@@ -238,7 +242,7 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
 template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
 // The weighted sums of the values, in the same layout as the scores.
 template <typename C> using Sums = float[C::M][C::D / 8][4];
-// One value per row. A thread holds the values of two rows in each group of 16 rows.
+// One value per row. A thread holds the values of two rows of every 16 rows.
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
@@ -247,21 +251,21 @@ template <typename T, typename C>
 __device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries, uint32_t q_lane,
                                                           uint32_t keys) {
 #pragma unroll
-    for (int step = 0; step < C::D / 16; ++step) {
+    for (int slice = 0; slice < C::D / 16; ++slice) {
         uint32_t a[C::M][4];
 #pragma unroll
         for (int m = 0; m < C::M; ++m) {
             if constexpr (C::QUERIES_IN_REGISTERS) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[m][i] = queries[m][step][i];
+                for (int i = 0; i < 4; ++i) a[m][i] = queries[m][slice][i];
             } else {
-                load_matrices(a[m], q_lane + (m * 16 * C::STRIDE + step * 16) * sizeof(T));
+                load_matrices(a[m], q_lane + (m * 16 * C::STRIDE + slice * 16) * sizeof(T));
             }
         }
 #pragma unroll
         for (int n = 0; n < C::KEYS / 16; ++n) {
             uint32_t b[4];
-            load_matrices(b, keys + (n * 16 * C::STRIDE + step * 16) * sizeof(T));
+            load_matrices(b, keys + (n * 16 * C::STRIDE + slice * 16) * sizeof(T));
 #pragma unroll
             for (int m = 0; m < C::M; ++m) {
                 multiply_add<T>(scores[m][2 * n], a[m], b[0], b[1]);
@@ -340,7 +344,7 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
 }
 
 // Converts scores to weights, adds the weights to the totals, and adds the weighted values to the sums.
-// Each loop iteration processes 16 keys.
+// Each loop iteration processes a slice of 16 keys.
 // The exponentials of an iteration can overlap with the matrix products of the previous iteration.
 template <typename T, typename C>
 __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
@@ -349,13 +353,13 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
 #pragma unroll
     for (int m = 0; m < C::M; ++m) bases[m][0] = finite(maxima[m][0]), bases[m][1] = finite(maxima[m][1]);
 #pragma unroll
-    for (int step = 0; step < C::KEYS / 16; ++step) {
+    for (int slice = 0; slice < C::KEYS / 16; ++slice) {
         uint32_t a[C::M][4];
 #pragma unroll
         for (int m = 0; m < C::M; ++m) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float (&from)[4] = scores[m][2 * step + i / 2];
+                const float (&from)[4] = scores[m][2 * slice + i / 2];
                 const int h = i % 2;
                 const float x = exp2_fast(from[2 * h] * factor - bases[m][h]);
                 const float y = exp2_fast(from[2 * h + 1] * factor - bases[m][h]);
@@ -366,7 +370,7 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
 #pragma unroll
         for (int n = 0; n < C::D / 16; ++n) {
             uint32_t b[4];
-            load_matrices_transposed(b, values + (step * 16 * C::STRIDE + n * 16) * sizeof(T));
+            load_matrices_transposed(b, values + (slice * 16 * C::STRIDE + n * 16) * sizeof(T));
 #pragma unroll
             for (int m = 0; m < C::M; ++m) {
                 multiply_add<T>(sums[m][2 * n], a[m], b[0], b[1]);
@@ -402,11 +406,11 @@ __device__ __forceinline__ void store_partial(float* partial, int row, int colum
     if (column == 0) __stcg(reinterpret_cast<float2*>(partial + C::ROWS * C::D + 2 * row), float2{maximum, total});
 }
 
-// Writes the result of a block with one team: the output, or a partial result if several splits share the keys.
+// Writes the result of a block with one team: the output, or a partial result if several partitions share the keys.
 template <typename T, typename C>
 __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloats<C>& maxima,
                                               const RowFloats<C>& totals, const BlockRows<C>& rows,
-                                              const float* row_sinks, int warp_row, int lane, int splits, T* out,
+                                              const float* row_sinks, int warp_row, int lane, int partitions, T* out,
                                               float* partial) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {
@@ -414,7 +418,7 @@ __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloa
         for (int h = 0; h < 2; ++h) {
             const int row = warp_row + m * 16 + lane / 4 + 8 * h;
             if (row >= rows.count) continue;
-            if (splits == 1) {
+            if (partitions == 1) {
                 const float factor = normalizer(maxima[m][h], totals[m][h], row_sinks[row]);
                 T* const to = out + rows.element(row) + lane % 4 * 2;
 #pragma unroll
@@ -434,11 +438,11 @@ __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloa
 }
 
 // Merges the results of all teams in shared memory.
-// Writes the output, or a partial result if several splits share the keys.
+// Writes the output, or a partial result if several partitions share the keys.
 template <typename T, typename C>
 __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima, const RowFloats<C>& totals,
                                             const BlockRows<C>& rows, const float* row_sinks, float* merge_sums,
-                                            int team, int lane, int splits, T* out, float* partial) {
+                                            int team, int lane, int partitions, T* out, float* partial) {
     float2* const merge_maxima = reinterpret_cast<float2*>(merge_sums + C::TEAMS * C::ROWS * C::MERGE_STRIDE);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -460,13 +464,13 @@ __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats
         const float base = finite(maximum);
 #pragma unroll
         for (int t = 0; t < C::TEAMS; ++t) {
-            const float2 part = merge_maxima[t * C::ROWS + row];
+            const float2 stats = merge_maxima[t * C::ROWS + row];
             const float* from = merge_sums + (t * C::ROWS + row) * C::MERGE_STRIDE + column;
             const float2 sum = *reinterpret_cast<const float2*>(from);
-            const float weight = exp2_fast(part.x - base);
-            total += part.y * weight, x += sum.x * weight, y += sum.y * weight;
+            const float weight = exp2_fast(stats.x - base);
+            total += stats.y * weight, x += sum.x * weight, y += sum.y * weight;
         }
-        if (splits == 1) {
+        if (partitions == 1) {
             const float factor = normalizer(maximum, total, row_sinks[row]);
             store_pair(out + rows.element(row) + column, x * factor, y * factor);
         } else {
@@ -475,30 +479,30 @@ __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats
     }
 }
 
-// Combines the partial results of all splits and writes the output.
+// Combines the partial results of all partitions and writes the output.
 template <typename T, typename C>
-__device__ __forceinline__ void combine_splits(const float* partials, int splits, const BlockRows<C>& rows,
-                                               const float* row_sinks, T* out) {
+__device__ __forceinline__ void combine_partitions(const float* partials, int partitions, const BlockRows<C>& rows,
+                                                   const float* row_sinks, T* out) {
     for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
         const int row = i / (C::D / 2), column = i % (C::D / 2) * 2;
         float maximum = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
-        for (int first = 0; first < splits; first += COMBINE_BATCH) {
-            float2 parts[COMBINE_BATCH], values[COMBINE_BATCH];
+        for (int first = 0; first < partitions; first += COMBINE_BATCH) {
+            float2 stats[COMBINE_BATCH], values[COMBINE_BATCH];
             float high = maximum;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
-                const float* from = partials + min(first + z, splits - 1) * C::ROWS * (C::D + 2);
-                parts[z] = __ldcg(reinterpret_cast<const float2*>(from + C::ROWS * C::D + 2 * row));
+                const float* from = partials + min(first + z, partitions - 1) * C::ROWS * (C::D + 2);
+                stats[z] = __ldcg(reinterpret_cast<const float2*>(from + C::ROWS * C::D + 2 * row));
                 values[z] = __ldcg(reinterpret_cast<const float2*>(from + row * C::D + column));
             }
 #pragma unroll
-            for (int z = 0; z < COMBINE_BATCH; ++z) high = fmaxf(high, parts[z].x);
+            for (int z = 0; z < COMBINE_BATCH; ++z) high = fmaxf(high, stats[z].x);
             const float base = finite(high), keep = exp2_fast(maximum - base);
             maximum = high, total *= keep, x *= keep, y *= keep;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
-                const float weight = first + z < splits ? exp2_fast(parts[z].x - base) : 0.0f;
-                total += parts[z].y * weight, x += values[z].x * weight, y += values[z].y * weight;
+                const float weight = first + z < partitions ? exp2_fast(stats[z].x - base) : 0.0f;
+                total += stats[z].y * weight, x += values[z].x * weight, y += values[z].y * weight;
             }
         }
         const float factor = normalizer(maximum, total, row_sinks[row]);
@@ -516,32 +520,34 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float row_sinks[C::ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
-    const int kv_head = blockIdx.x, split = blockIdx.z, group = heads / kv_heads;
-    const RowTile row_tile = find_row_tile<C>(row_tiles, tokens, group);
+    const int kv_head = blockIdx.x, partition = blockIdx.z, heads_per_kv = heads / kv_heads;
+    const RowTile row_tile = find_row_tile<C>(row_tiles, tokens, heads_per_kv);
     const uint32_t* const table = tables + (size_t)row_tile.sequence * table_blocks;
     const int first_row = row_tile.tile * C::ROWS;
-    const BlockRows<C> rows = {
-        kv_head, heads, group, row_tile.first_token, first_row, min(C::ROWS, row_tile.tokens * group - first_row)};
+    const BlockRows<C> rows = {kv_head,      heads,
+                               heads_per_kv, row_tile.first_token,
+                               first_row,    min(C::ROWS, row_tile.tokens * heads_per_kv - first_row)};
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
     // Load the sinks early to hide the latency, although the kernel needs them only at the end.
     float sink = -INFINITY;
-    if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
+    if (sinks && threadIdx.x < rows.count)
+        sink = sinks[kv_head * heads_per_kv + (first_row + threadIdx.x) % heads_per_kv];
     // The caller guarantees that sinks, positions, tables, row_tiles, and the keys and values of earlier steps were
     // written before the previous kernel started (see `launch` in flash_attention.rs).
     // Only loads of this step's queries, keys and values must wait until the previous kernel has ended.
 
-    // 1. Find the keys that at least one row of the row tile can see. Select the key tiles of this split and team, and
-    // start to load them.
+    // 1. Find the keys that at least one row of the row tile can see. Select the key tiles of this partition and team,
+    // and start to load them.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int key_tiles = (newest - oldest) / C::KEYS + 1;
-    const int split_tiles = max(min_tiles, (key_tiles + (int)gridDim.z - 1) / (int)gridDim.z);
-    if (split * split_tiles >= key_tiles) return;
-    const int splits = (key_tiles + split_tiles - 1) / split_tiles;
-    const TeamTiles team_tiles = {oldest, newest, split * split_tiles + team,
-                                  min(key_tiles, split * split_tiles + split_tiles)};
+    const int partition_tiles = max(min_tiles, (key_tiles + (int)gridDim.z - 1) / (int)gridDim.z);
+    if (partition * partition_tiles >= key_tiles) return;
+    const int partitions = (key_tiles + partition_tiles - 1) / partition_tiles;
+    const TeamTiles team_tiles = {oldest, newest, partition * partition_tiles + team,
+                                  min(key_tiles, partition * partition_tiles + partition_tiles)};
 
     T* const query_tile = reinterpret_cast<T*>(shared);
     T* const pipeline = reinterpret_cast<T*>(shared + C::QUERY_BYTES) + team * C::STAGES * 2 * C::KEY_ELEMENTS;
@@ -610,22 +616,24 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     reduce_totals<C>(totals);
 
-    // 4. Write the output, or a partial result if several splits share the keys of the row tile.
+    // 4. Write the output, or a partial result if several partitions share the keys of the row tile.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
-    __syncthreads();  // after this barrier, the pipeline memory can be reused
-    const int slot = blockIdx.y * kv_heads + kv_head;
-    float* const slot_partials = partials + (size_t)slot * gridDim.z * C::ROWS * (C::D + 2);
-    float* const partial = slot_partials + split * C::ROWS * (C::D + 2);
+    __syncthreads();                                         // after this barrier, the pipeline memory can be reused
+    const int tile_index = blockIdx.y * kv_heads + kv_head;  // among the row tiles of all KV heads
+    float* const tile_partials = partials + (size_t)tile_index * gridDim.z * C::ROWS * (C::D + 2);
+    float* const partial = tile_partials + partition * C::ROWS * (C::D + 2);
     if constexpr (C::TEAMS == 1) {
-        store_results<T, C>(sums, maxima, totals, rows, row_sinks, warp_row, lane, splits, out, partial);
+        store_results<T, C>(sums, maxima, totals, rows, row_sinks, warp_row, lane, partitions, out, partial);
     } else {
         float* const merge_sums = reinterpret_cast<float*>(shared + C::QUERY_BYTES);
-        merge_teams<T, C>(sums, maxima, totals, rows, row_sinks, merge_sums, team, lane, splits, out, partial);
+        merge_teams<T, C>(sums, maxima, totals, rows, row_sinks, merge_sums, team, lane, partitions, out, partial);
     }
-    if (splits == 1) return;
+    if (partitions == 1) return;
 
-    // 5. The last split to finish combines all partial results. is_last_block resets the counter for the next launch.
-    if (is_last_block(arrivals + slot, splits)) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
+    // 5. The last partition to finish combines all partial results. is_last_block resets the counter for the next
+    // launch.
+    if (is_last_block(arrivals + tile_index, partitions))
+        combine_partitions<T, C>(tile_partials, partitions, rows, row_sinks, out);
 }
 
 // TILES selects the table of tile sizes of the kernel (see constants.rs).

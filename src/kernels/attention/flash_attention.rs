@@ -1,7 +1,7 @@
 //! Launches the kernels for attention on tensor cores (`flash_attention.cu`). `tile_kernel` chooses a kernel.
 //!
 //! A row is one query head of one token. For each KV head, the rows of a sequence are divided into row tiles.
-//! Each row tile is computed by one thread block, or by several that divide its keys: the splits of the row tile.
+//! Each row tile is computed by one thread block, or by several that divide its keys: the partitions of the row tile.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
@@ -10,7 +10,7 @@ use super::inputs::AttentionInputs;
 use super::mask::AttentionMask;
 use super::paged::{CachedLayer, Queries};
 use super::shape::AttentionShape;
-use super::tile_kernel::{GpuLimits, RowCounts, TileKernel, fixed_splits};
+use super::tile_kernel::{GpuLimits, RowCounts, TileKernel, fixed_partitions};
 use crate::kernels::SumOrder;
 use crate::kernels::constants::FLASH_HEAD_DIMS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
@@ -21,23 +21,23 @@ pub struct FlashAttention {
     tile_name: &'static str,
     kernel: String,
     launch_shape: LaunchShape,
-    /// The minimum number of key tiles per split. The last split of a row tile can have fewer.
+    /// The minimum number of key tiles per partition. The last partition of a row tile can have fewer.
     min_tiles: usize,
     shape: AttentionShape,
     dtype: DType,
     mask: AttentionMask,
     rows: LaunchRows,
-    /// The number of f32 scratch elements for the partial results of splits. 0 if the keys are not split.
+    /// The number of f32 scratch elements for the partial results of partitions. 0 if the keys are not partitioned.
     pub partials: usize,
-    /// The number of u32 counters of finished splits. 0 if the keys are not split.
+    /// The number of u32 counters of finished partitions. 0 if the keys are not partitioned.
     pub arrivals: usize,
 }
 
 /// The grid of a launch, for one KV head.
 struct TileGrid {
     row_tiles: usize,
-    /// The maximum number of splits per row tile.
-    splits: usize,
+    /// The maximum number of partitions per row tile.
+    partitions: usize,
 }
 
 /// The rows that a launch computes.
@@ -64,7 +64,7 @@ pub struct FlashTensors<'t> {
     pub out: &'t Tensor,
     /// Scratch memory for partial results: at least [`FlashAttention::partials`] elements, f32.
     pub partials: &'t Tensor,
-    /// Counters of finished splits: at least [`FlashAttention::arrivals`] elements, u32.
+    /// Counters of finished partitions: at least [`FlashAttention::arrivals`] elements, u32.
     /// All counters must be zero before the launch. The kernel resets them to zero.
     pub arrivals: &'t Tensor,
 }
@@ -101,20 +101,20 @@ impl FlashAttention {
         mask: AttentionMask,
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
-        let (group, sequences) = (shape.heads / shape.kv_heads, shape.tokens / tokens.max(1));
+        let (heads_per_kv, sequences) = (shape.heads / shape.kv_heads, shape.tokens / tokens.max(1));
         if tokens == 0 || sequences * tokens != shape.tokens {
             bail!(
                 "cannot compute attention: {} tokens are not a multiple of {tokens} tokens per sequence",
                 shape.tokens
             );
         }
-        let rows = tokens * group;
+        let rows = tokens * heads_per_kv;
         let counts = RowCounts::of_sequences(std::iter::repeat_n(rows, sequences));
         let (gpu, dtype) = (gpu_limits(device)?, q.dtype());
         let tile = choose_tile(gpu, shape, dtype, mask, counts)?;
         let row_tiles = sequences * rows.div_ceil(tile.rows);
-        let splits = tile.splits(gpu, shape.kv_heads, row_tiles, mask);
-        Self::with_tile(shape, dtype, mask, tile, LaunchRows::Uniform { tokens }, TileGrid { row_tiles, splits })
+        let partitions = tile.partitions(gpu, shape.kv_heads, row_tiles, mask);
+        Self::with_tile(shape, dtype, mask, tile, LaunchRows::Uniform { tokens }, TileGrid { row_tiles, partitions })
     }
 
     /// Chooses the kernels for all queries of a pass.
@@ -139,19 +139,19 @@ impl FlashAttention {
             return Ok(vec![Self::new(device, q, layer, tokens, mask)?]);
         }
         let shape = AttentionShape::of_tensors(q, layer, None)?;
-        let (group, gpu, dtype) = (shape.heads / shape.kv_heads, gpu_limits(device)?, q.dtype());
+        let (heads_per_kv, gpu, dtype) = (shape.heads / shape.kv_heads, gpu_limits(device)?, q.dtype());
         let mut launches = Vec::with_capacity(2);
         for is_few in [true, false] {
-            let spans = queries.spans().iter().filter(|span| span.is_few(group) == is_few);
-            let counts = RowCounts::of_sequences(spans.map(|span| span.tokens * group));
+            let spans = queries.spans().iter().filter(|span| span.is_few(heads_per_kv) == is_few);
+            let counts = RowCounts::of_sequences(spans.map(|span| span.tokens * heads_per_kv));
             if counts.total == 0 {
                 continue;
             }
             let tile = choose_tile(gpu, shape, dtype, mask, counts)?;
-            let tiles = queries.row_tiles(group, tile.rows, is_few)?;
+            let tiles = queries.row_tiles(heads_per_kv, tile.rows, is_few)?;
             let row_tiles = tiles.dim(0)?;
-            let splits = tile.splits(gpu, shape.kv_heads, row_tiles, mask);
-            let (rows, grid) = (LaunchRows::Listed(tiles), TileGrid { row_tiles, splits });
+            let partitions = tile.partitions(gpu, shape.kv_heads, row_tiles, mask);
+            let (rows, grid) = (LaunchRows::Listed(tiles), TileGrid { row_tiles, partitions });
             launches.push(Self::with_tile(shape, dtype, mask, tile, rows, grid)?);
         }
         Ok(launches)
@@ -174,7 +174,8 @@ impl FlashAttention {
             return too_little_shared_memory(shape.head_dim);
         };
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
-        let (rows, grid) = (LaunchRows::Uniform { tokens: 1 }, TileGrid { row_tiles, splits: fixed_splits(mask) });
+        let (rows, grid) =
+            (LaunchRows::Uniform { tokens: 1 }, TileGrid { row_tiles, partitions: fixed_partitions(mask) });
         Self::with_tile(shape, q.dtype(), mask, tile, rows, grid)
     }
 
@@ -185,22 +186,22 @@ impl FlashAttention {
         mask: AttentionMask,
         tile: TileKernel,
         rows: LaunchRows,
-        TileGrid { row_tiles, splits }: TileGrid,
+        TileGrid { row_tiles, partitions }: TileGrid,
     ) -> Result<Self> {
         let AttentionShape { kv_heads, head_dim, .. } = shape;
-        let is_split = splits > 1;
+        let is_partitioned = partitions > 1;
         Ok(Self {
             tile_name: tile.name,
             kernel: format!("flash_attention_{}_{head_dim}_{}", tile.name, dtype_suffix(dtype)?),
-            launch_shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads)
+            launch_shape: LaunchShape::new((kv_heads, row_tiles, partitions), tile.threads)
                 .with_shared_bytes(tile.shared_bytes),
-            min_tiles: tile.min_split_tiles(),
+            min_tiles: tile.min_partition_tiles(),
             shape,
             dtype,
             mask,
             rows,
-            partials: if is_split { row_tiles * kv_heads * splits * tile.rows * (head_dim + 2) } else { 0 },
-            arrivals: if is_split { row_tiles * kv_heads } else { 0 },
+            partials: if is_partitioned { row_tiles * kv_heads * partitions * tile.rows * (head_dim + 2) } else { 0 },
+            arrivals: if is_partitioned { row_tiles * kv_heads } else { 0 },
         })
     }
 

@@ -34,9 +34,9 @@ pub struct QuerySpan {
 
 impl QuerySpan {
     /// Returns whether the span has at most [`MAX_FEW_ROWS`] rows per KV head.
-    /// `group` is the number of query heads per KV head.
-    pub(super) fn is_few(&self, group: usize) -> bool {
-        self.tokens * group <= MAX_FEW_ROWS
+    /// `heads_per_kv` is the number of query heads per KV head.
+    pub(super) fn is_few(&self, heads_per_kv: usize) -> bool {
+        self.tokens * heads_per_kv <= MAX_FEW_ROWS
     }
 }
 
@@ -47,10 +47,11 @@ pub struct Queries {
     positions: Tensor,
     /// u32 `[tokens]`: the index of each token's sequence.
     sequences: Tensor,
-    /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `is_few`). Layers with equal shapes share a result.
+    /// Cached results of `row_tiles`, by (`heads_per_kv`, `rows_per_tile`, `is_few`).
+    /// Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
-    /// Counters of finished splits, u32, shared by all layers. All are zero between launches, because the last split of
-    /// a row tile to finish resets the counter of the row tile (`flash_attention.cu`).
+    /// Counters of finished partitions, u32, shared by all layers. All are zero between launches, because the last
+    /// partition of a row tile to finish resets the counter of the row tile (`flash_attention.cu`).
     counters: RefCell<Option<Tensor>>,
 }
 
@@ -130,17 +131,17 @@ impl Queries {
     /// - the index in q of the sequence's first new token, and the number of the sequence's new tokens
     ///
     /// A tile has up to `rows_per_tile` rows. A row is one query head of one token.
-    /// `group` is the number of query heads per KV head.
+    /// `heads_per_kv` is the number of query heads per KV head.
     /// Tiles with the most keys come first, because they usually take longest. The order ignores the sliding window.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA call it"))]
-    pub(super) fn row_tiles(&self, group: usize, rows_per_tile: usize, is_few: bool) -> Result<Tensor> {
-        if let Some(tiles) = self.tiles.borrow().get(&(group, rows_per_tile, is_few)) {
+    pub(super) fn row_tiles(&self, heads_per_kv: usize, rows_per_tile: usize, is_few: bool) -> Result<Tensor> {
+        if let Some(tiles) = self.tiles.borrow().get(&(heads_per_kv, rows_per_tile, is_few)) {
             return Ok(tiles.clone());
         }
         let mut tiles = Vec::new();
-        for (sequence, span) in self.spans.iter().enumerate().filter(|(_, span)| span.is_few(group) == is_few) {
-            for tile in 0..(span.tokens * group).div_ceil(rows_per_tile) {
-                let last_token = span.tokens.min(((tile + 1) * rows_per_tile).div_ceil(group));
+        for (sequence, span) in self.spans.iter().enumerate().filter(|(_, span)| span.is_few(heads_per_kv) == is_few) {
+            for tile in 0..(span.tokens * heads_per_kv).div_ceil(rows_per_tile) {
+                let last_token = span.tokens.min(((tile + 1) * rows_per_tile).div_ceil(heads_per_kv));
                 let tile = [sequence as u32, tile as u32, span.first as u32, span.tokens as u32];
                 tiles.push((span.position + last_token, tile));
             }
@@ -149,7 +150,7 @@ impl Queries {
         let count = tiles.len();
         let values: Vec<u32> = tiles.into_iter().flat_map(|(_, tile)| tile).collect();
         let tiles = Tensor::from_vec(values, (count, 4), self.positions.device())?;
-        self.tiles.borrow_mut().insert((group, rows_per_tile, is_few), tiles.clone());
+        self.tiles.borrow_mut().insert((heads_per_kv, rows_per_tile, is_few), tiles.clone());
         Ok(tiles)
     }
 

@@ -1,6 +1,6 @@
-//! [`TileKernel`]: the choice of a flash attention kernel, and the number of splits of its row tiles.
+//! [`TileKernel`]: the choice of a flash attention kernel, and the number of partitions of its row tiles.
 //!
-//! The module `flash_attention` explains rows, row tiles and splits. `flash_attention.cu` contains the kernels.
+//! The module `flash_attention` explains rows, row tiles and partitions. `flash_attention.cu` contains the kernels.
 
 use super::mask::AttentionMask;
 use super::paged::MAX_FEW_ROWS;
@@ -9,18 +9,18 @@ use crate::kernels::constants::{
     FLASH_HEAD_DIMS, FLASH_MANY_ROWS, FLASH_MANY_TILES, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_TILES,
 };
 
-/// The maximum number of splits per row tile.
-/// The last split to finish combines the partial results of all splits, which takes longer with more splits.
-const MAX_SPLITS: usize = 64;
+/// The maximum number of partitions per row tile.
+/// The last partition to finish combines the partial results of all partitions. This takes longer with more partitions.
+const MAX_PARTITIONS: usize = 64;
 
-/// The maximum number of splits per row tile with [`SumOrder::Fixed`](crate::kernels::SumOrder::Fixed), unless the
-/// layer has a small sliding window (see [`MAX_UNSPLIT_WINDOW`]). With `Fastest`, the maximum depends on the number of
-/// row tiles, so other sequences in the pass can change the summation order of a row.
-const FIXED_SPLITS: usize = 4;
+/// The maximum number of partitions per row tile with [`SumOrder::Fixed`](crate::kernels::SumOrder::Fixed), unless the
+/// layer has a small sliding window (see [`MAX_UNPARTITIONED_WINDOW`]). With `Fastest`, the maximum depends on the
+/// number of row tiles, so other sequences in the pass can change the summation order of a row.
+const FIXED_PARTITIONS: usize = 4;
 
-/// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.
-/// With so few keys, combining the partial results would take longer than the splits save.
-const MAX_UNSPLIT_WINDOW: usize = 256;
+/// The largest sliding window, in keys, for which the keys of a row tile are not divided among thread blocks.
+/// With so few keys, combining the partial results would take longer than the partitions save.
+const MAX_UNPARTITIONED_WINDOW: usize = 256;
 
 /// The number of 128-row thread blocks per multiprocessor that fill the GPU.
 const MANY_BLOCKS: usize = 2;
@@ -34,15 +34,15 @@ const MIN_SHARED_PERCENT: usize = 75;
 /// instead of 25, and with 128 sequences 43 µs instead of 45 (H200, 2026-11-29, `docs/benchmark-history.md`).
 const FULL_GPU_PERCENT: usize = 90;
 
-/// The minimum number of keys per split in a small batch. One sequence decoded 726, 711 and 704 tokens/s after 1,024
-/// tokens with at least 128, 512 and 1,024 keys per split (H200, 2026-11-29, `docs/benchmark-history.md`).
-const FEW_SPLIT_KEYS: usize = 128;
+/// The minimum number of keys per partition in a small batch. One sequence decoded 726, 711 and 704 tokens/s after
+/// 1,024 tokens with at least 128, 512 and 1,024 keys per partition (H200, 2026-11-29, `docs/benchmark-history.md`).
+const FEW_PARTITION_KEYS: usize = 128;
 
-/// The minimum number of keys per split in a large batch.
-const BATCH_SPLIT_KEYS: usize = 1024;
+/// The minimum number of keys per partition in a large batch.
+const BATCH_PARTITION_KEYS: usize = 1024;
 
-/// The minimum number of key tiles per split with 64-row and 128-row tiles.
-const PREFILL_SPLIT_TILES: usize = 4;
+/// The minimum number of key tiles per partition with 64-row and 128-row tiles.
+const PREFILL_PARTITION_TILES: usize = 4;
 
 /// The properties of a GPU that determine which kernel is fastest.
 #[derive(Clone, Copy, Debug)]
@@ -186,28 +186,28 @@ impl TileKernel {
         ]
     }
 
-    /// Returns the maximum number of splits per row tile, for `row_tiles` row tiles per KV head.
-    pub fn splits(&self, gpu: GpuLimits, kv_heads: usize, row_tiles: usize, mask: AttentionMask) -> usize {
-        // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
-        // `choose` selects 128-row tiles only if they fill the GPU, so their keys are not split.
-        // In a large batch, sequences can have very different numbers of keys. To balance the work, the splits create
-        // up to twice as many thread blocks as fit on the GPU at the same time.
+    /// Returns the maximum number of partitions per row tile, for `row_tiles` row tiles per KV head.
+    pub fn partitions(&self, gpu: GpuLimits, kv_heads: usize, row_tiles: usize, mask: AttentionMask) -> usize {
+        // If there are too few row tiles to fill the GPU, partition the keys of each row tile.
+        // `choose` selects 128-row tiles only if they fill the GPU, so their keys are not partitioned.
+        // In a large batch, sequences can have very different numbers of keys. To balance the work, the partitions
+        // create up to twice as many thread blocks as fit on the GPU at the same time.
         let blocks_per_multiprocessor = match self.kind {
             TileKind::Few => 1,
             TileKind::Batch => 2 * self.blocks_per_multiprocessor(gpu),
             TileKind::Medium => 2,
             TileKind::Many => 0,
         };
-        limit_splits(mask, blocks_per_multiprocessor * gpu.multiprocessors / (kv_heads * row_tiles))
+        limit_partitions(mask, blocks_per_multiprocessor * gpu.multiprocessors / (kv_heads * row_tiles))
     }
 
-    /// Returns the minimum number of key tiles per split. The last split of a row tile can have fewer.
-    /// With fewer keys per split, combining the results of the splits takes longer than the splits save.
-    pub fn min_split_tiles(&self) -> usize {
+    /// Returns the minimum number of key tiles per partition. The last partition of a row tile can have fewer.
+    /// With fewer keys per partition, combining the results of the partitions takes longer than the partitions save.
+    pub fn min_partition_tiles(&self) -> usize {
         match self.kind {
-            TileKind::Few => FEW_SPLIT_KEYS.div_ceil(self.keys),
-            TileKind::Batch => BATCH_SPLIT_KEYS.div_ceil(self.keys),
-            TileKind::Medium | TileKind::Many => PREFILL_SPLIT_TILES,
+            TileKind::Few => FEW_PARTITION_KEYS.div_ceil(self.keys),
+            TileKind::Batch => BATCH_PARTITION_KEYS.div_ceil(self.keys),
+            TileKind::Medium | TileKind::Many => PREFILL_PARTITION_TILES,
         }
     }
 
@@ -221,20 +221,20 @@ impl TileKernel {
     }
 }
 
-/// Returns the maximum number of splits per row tile with [`SumOrder::Fixed`](crate::kernels::SumOrder::Fixed).
-pub(super) fn fixed_splits(mask: AttentionMask) -> usize {
-    limit_splits(mask, FIXED_SPLITS)
+/// Returns the maximum number of partitions per row tile with [`SumOrder::Fixed`](crate::kernels::SumOrder::Fixed).
+pub(super) fn fixed_partitions(mask: AttentionMask) -> usize {
+    limit_partitions(mask, FIXED_PARTITIONS)
 }
 
-/// Returns the maximum number of splits per row tile: 1 if the layer has a small sliding window, otherwise `wanted`,
-/// limited to the range from 1 to [`MAX_SPLITS`].
-fn limit_splits(mask: AttentionMask, wanted: usize) -> usize {
-    if has_small_window(mask) { 1 } else { wanted.clamp(1, MAX_SPLITS) }
+/// Returns the maximum number of partitions per row tile: 1 if the layer has a small sliding window, otherwise
+/// `wanted`, limited to the range from 1 to [`MAX_PARTITIONS`].
+fn limit_partitions(mask: AttentionMask, wanted: usize) -> usize {
+    if has_small_window(mask) { 1 } else { wanted.clamp(1, MAX_PARTITIONS) }
 }
 
-/// Returns whether the mask has a sliding window of at most [`MAX_UNSPLIT_WINDOW`] keys.
+/// Returns whether the mask has a sliding window of at most [`MAX_UNPARTITIONED_WINDOW`] keys.
 fn has_small_window(mask: AttentionMask) -> bool {
-    mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW)
+    mask.window.is_some_and(|window| window <= MAX_UNPARTITIONED_WINDOW)
 }
 
 #[cfg(test)]
@@ -248,10 +248,11 @@ mod tests {
     const WINDOW: AttentionMask = AttentionMask { window: Some(128), ..ALL };
 
     #[test]
-    fn the_kernel_and_its_splits_depend_on_the_rows_the_mask_and_the_gpu() {
+    fn the_kernel_and_its_partitions_depend_on_the_rows_the_mask_and_the_gpu() {
         // Each case: the GPU, head size, KV heads, mask, number of sequences, and rows per sequence and KV head.
-        // Then the name of the kernel, the maximum number of splits, and the minimum number of key tiles per split.
-        for (gpu, head_dim, kv_heads, mask, sequences, rows, name, splits, min_tiles) in [
+        // Then the name of the kernel, the maximum number of partitions, and the minimum number of key tiles per
+        // partition.
+        for (gpu, head_dim, kv_heads, mask, sequences, rows, name, partitions, min_tiles) in [
             (H200, 64, 1, ALL, 1, 8, "16_rows", 64, 4),
             (H200, 64, 8, ALL, 1, 8, "16_rows", 16, 4),
             (H200, 64, 8, ALL, 16, 8, "16_rows", 1, 4),
@@ -287,8 +288,8 @@ mod tests {
             let case = format!("{gpu:?}, head size {head_dim}, {kv_heads} KV heads, {mask:?}, {counts:?}");
             let tile = TileKernel::choose(gpu, head_dim, kv_heads, mask, counts).expect(&case);
             let row_tiles = sequences * rows.div_ceil(tile.rows);
-            let found = (tile.name, tile.splits(gpu, kv_heads, row_tiles, mask), tile.min_split_tiles());
-            assert_eq!(found, (name, splits, min_tiles), "{case}");
+            let found = (tile.name, tile.partitions(gpu, kv_heads, row_tiles, mask), tile.min_partition_tiles());
+            assert_eq!(found, (name, partitions, min_tiles), "{case}");
         }
     }
 
@@ -308,9 +309,13 @@ mod tests {
             [(H200, 64, "16_rows"), (H200, 256, "16_rows"), (SMALL, 64, "16_rows_batch_half"), (SMALL, 80, "16_rows")]
         {
             let tile = TileKernel::for_fixed_order(gpu, head_dim).expect(name);
-            assert_eq!((tile.name, tile.min_split_tiles()), (name, 128 / tile.keys), "{gpu:?}, head size {head_dim}");
+            assert_eq!(
+                (tile.name, tile.min_partition_tiles()),
+                (name, 128 / tile.keys),
+                "{gpu:?}, head size {head_dim}"
+            );
         }
-        assert_eq!((fixed_splits(ALL), fixed_splits(WINDOW)), (4, 1));
+        assert_eq!((fixed_partitions(ALL), fixed_partitions(WINDOW)), (4, 1));
     }
 
     #[test]

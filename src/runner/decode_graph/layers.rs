@@ -27,9 +27,9 @@ enum Contents {
     Queries,
     /// The output of attention.
     Attended,
-    /// The partial results of attention splits. Each split covers a range of the sequence's cached positions.
+    /// The partial results of attention partitions. Each partition covers a range of the sequence's cached positions.
     Partials,
-    /// The counters of finished attention splits.
+    /// The counters of finished attention partitions.
     Arrivals,
     /// The input of the MLP's down projection.
     Intermediate,

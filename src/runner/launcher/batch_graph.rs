@@ -355,7 +355,8 @@ impl BatchGraph {
         arenas: &mut Arenas,
     ) -> Result<()> {
         // First run the step without a graph, to load all kernels and to allocate the counters of finished attention
-        // splits. A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
+        // partitions.
+        // A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         self.finds_best = result?;
         let size = self.ids.dims1()?;

@@ -36,7 +36,7 @@ fn tile_cases() -> Vec<TestCase<(TileCase, DType)>> {
         (&["128_rows"], Case { head_dim: 256, window: None, ..many }),
         (&["16_rows_batch"], few),
         (&["16_rows_batch_half"], Case { spans: &[(1, 700), (1, 1200), (1, 64), (1, 2)], ..few }),
-        // The first sequence has enough keys for two splits.
+        // The first sequence has enough keys for two partitions.
         (&["16_rows_batch"], Case { spans: &[(1, 2500), (1, 30)], ..few }),
         (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..few }),
         // With a small window, the kernel depends on the number of thread blocks per multiprocessor.
