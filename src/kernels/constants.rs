@@ -46,20 +46,20 @@ pub const ROPE_FEW_TOKENS: usize = 64;
 
 /// The maximum number of ranks that can exchange data.
 pub const EXCHANGE_MAX_RANKS: usize = 8;
-/// Slots per mailbox. Exchange operation k uses slot k mod `EXCHANGE_SLOTS`.
-pub const EXCHANGE_SLOTS: usize = 4;
-/// The maximum number of thread blocks of an exchange operation on one GPU. With one rank per GPU, the limit for some
-/// kernels is `EXCHANGE_ROW_BLOCKS` times as high.
+/// Buffers per mailbox. Exchange operation k uses buffer k mod `EXCHANGE_BUFFERS`.
+pub const EXCHANGE_BUFFERS: usize = 4;
+/// The maximum number of thread blocks of an exchange operation on one GPU.
+/// With one rank per GPU, the limit for some kernels is `EXCHANGE_ROW_BLOCKS` times as high.
 ///
 /// In tests, several ranks can share a GPU. The ranks then divide `EXCHANGE_BLOCKS` among themselves, so that all their
 /// blocks can run at the same time. With one rank per GPU, this is not necessary: a block waits only for the blocks of
 /// other ranks that handle the same data, or, in the `exchange_sent` kernels, for the kernels that send the values.
 pub const EXCHANGE_BLOCKS: usize = 128;
-/// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the residual
-/// stream and normalize it. The threads of a block divide the columns of a row.
+/// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the
+/// residual stream and normalize it. The threads of a block divide the columns of a row.
 pub const EXCHANGE_ROW_THREADS: usize = 512;
-/// The maximum number of segments of a row in the `exchange_add_norm` kernels for wide rows. In the kernels for narrower
-/// rows, a row is one segment. A thread has 8 columns of each segment.
+/// The maximum number of segments of a row in the `exchange_add_norm` kernels for wide rows.
+/// In the kernels for narrower rows, a row is one segment. A thread has 8 columns of each segment.
 pub const EXCHANGE_ROW_SEGMENTS: usize = 4;
 /// Blocks per multiprocessor in the `exchange_add_norm` kernels for rows of one segment, except with
 /// `PartialResult::ProductParts`.

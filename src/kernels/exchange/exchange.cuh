@@ -1,17 +1,17 @@
 // Exchange of data between ranks on several GPUs, without copies by the host.
 //
 // Every rank has a mailbox to which all ranks can write. The mailbox is in the rank's GPU memory or in host memory.
-// A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
+// A mailbox has EXCHANGE_BUFFERS buffers, and each buffer has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
 // The rank then waits until the values of all other ranks have arrived in its own mailbox.
 // Like the Lamport kernels of TensorRT-LLM, the exchange needs no flags that signal arrival: a word of a mailbox is
 // EMPTY, the bits of a NaN, until a value arrives. Before sending, a rank replaces EMPTY with another NaN.
 //
-// Operation k uses slot k mod EXCHANGE_SLOTS.
-// During operation k, a rank also empties the slot of operation k - 1 in its own mailbox.
-// The next operation to use that slot is operation k - 1 + EXCHANGE_SLOTS.
+// Operation k uses buffer k mod EXCHANGE_BUFFERS.
+// During operation k, a rank also empties the buffer of operation k - 1 in its own mailbox.
+// The next operation to use that buffer is operation k - 1 + EXCHANGE_BUFFERS.
 // Before another rank starts that operation, it has waited for this rank's values of operation k + 1 or k + 2.
-// This rank sends those values only after its operation k has ended, when the slot is already empty.
+// This rank sends those values only after its operation k has ended, when the buffer is already empty.
 //
 // In exchange_add_norm and exchange_sum_shares_bf16, two ranks with empty shares send nothing to each other.
 // Both still wait for a rank with a share, which waits for all ranks, so each indirectly waits for the other.
@@ -35,7 +35,7 @@ constexpr int BATCH_POSITIONS = 4;
 constexpr uint32_t CHECK_TURNS = 4096;
 
 struct Mailboxes {
-    // The mailbox of each rank: u32 [EXCHANGE_SLOTS, ranks, region].
+    // The mailbox of each rank: u32 [EXCHANGE_BUFFERS, ranks, region].
     uint32_t* of[EXCHANGE_MAX_RANKS];
     // This rank's state, three words: the number of earlier operations, the largest number of words that the previous
     // operation used in a region, and the number of this operation's thread blocks that have read the first two words.
@@ -43,7 +43,7 @@ struct Mailboxes {
     // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
     // The index of the first item of each rank's share, followed by the total number of items.
-    // An item is a group of 4 words in exchange_sum_shares_bf16, a row in exchange_add_norm, and a column in
+    // An item is a Quad, 4 words, in exchange_sum_shares_bf16, a row in exchange_add_norm, and a column in
     // exchange_columns. The other kernels do not use this array.
     int first_item[EXCHANGE_MAX_RANKS + 1];
     int rank, ranks, region;
@@ -185,34 +185,34 @@ public:
     }
 };
 
-// At most BATCH_POSITIONS positions in a region: `start`, `start` + `step`, `start` + 2 · `step` and so on, all before
-// `end`.
+// At most BATCH_POSITIONS positions in a region: `start`, `start` + `stride`, `start` + 2 · `stride` and so on, all
+// before `end`.
 struct PositionBatch {
-    int start, step, end;
+    int start, stride, end;
     // Calls `use(j, i)` for each position i of the batch. j is the index of the position in the batch.
     template <typename Use> __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
         for (int j = 0; j < BATCH_POSITIONS; ++j) {
-            const int i = start + j * step;
+            const int i = start + j * stride;
             if (i < end) use(j, i);
         }
     }
 };
 
-// Divides the positions `first`, `first` + `step` and so on, all before `end`, into batches.
+// Divides the positions `first`, `first` + `stride` and so on, all before `end`, into batches.
 // Calls `use(batch)` for each batch.
-template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
-    for (int start = first; start < end; start += BATCH_POSITIONS * step) use(PositionBatch{start, step, end});
+template <typename Use> __device__ __forceinline__ void each_batch(int first, int stride, int end, Use use) {
+    for (int start = first; start < end; start += BATCH_POSITIONS * stride) use(PositionBatch{start, stride, end});
 }
 
 // Waits for the values that `rank` sends for the positions of a batch, and stores these values in `received`.
 // If `rank` is this rank, takes the values from `own(j, i)` instead (see PositionBatch::each).
-//   slot: the address of position 0 in the region of rank 0, in this rank's mailbox
+//   buffer: the address of position 0 in the region of rank 0, in this rank's mailbox
 template <typename V, typename Own>
-__device__ __forceinline__ void receive(const PositionBatch& batch, const Mailboxes& mailboxes, const uint32_t* slot,
+__device__ __forceinline__ void receive(const PositionBatch& batch, const Mailboxes& mailboxes, const uint32_t* buffer,
                                         int rank, Waiting& waiting, Own own,
                                         typename V::Word (&received)[BATCH_POSITIONS]) {
-    const uint32_t* region = slot + (size_t)rank * mailboxes.region;
+    const uint32_t* region = buffer + (size_t)rank * mailboxes.region;
     if (rank == mailboxes.rank) {
         batch.each([&](int j, int i) { received[j] = own(j, i); });
         return;
@@ -229,25 +229,25 @@ __device__ __forceinline__ void receive(const PositionBatch& batch, const Mailbo
 struct Operation {
     const Mailboxes& mailboxes;
     uint32_t number, previous;
-    // The word offsets in a mailbox at which the slots of this operation and of the previous operation start.
-    size_t slot, last_slot;
+    // The word offsets in a mailbox at which the buffers of this operation and of the previous operation start.
+    size_t buffer, previous_buffer;
 
     __device__ explicit Operation(const Mailboxes& mailboxes) : mailboxes(mailboxes) {
         number = Scalar::load(mailboxes.state), previous = Scalar::load(mailboxes.state + 1);
-        slot = slot_of(mailboxes, number), last_slot = slot_of(mailboxes, number + EXCHANGE_SLOTS - 1);
+        buffer = buffer_of(mailboxes, number), previous_buffer = buffer_of(mailboxes, number + EXCHANGE_BUFFERS - 1);
     }
-    // Returns the word offset in a mailbox at which the slot of operation `number` starts.
-    static __device__ __forceinline__ size_t slot_of(const Mailboxes& mailboxes, uint32_t number) {
-        return (size_t)(number % EXCHANGE_SLOTS) * mailboxes.ranks * mailboxes.region;
+    // Returns the word offset in a mailbox at which the buffer of operation `number` starts.
+    static __device__ __forceinline__ size_t buffer_of(const Mailboxes& mailboxes, uint32_t number) {
+        return (size_t)(number % EXCHANGE_BUFFERS) * mailboxes.ranks * mailboxes.region;
     }
-    // Returns the current slot of this rank's mailbox, which starts with the region of rank 0.
-    __device__ const uint32_t* own_slot() const { return mailboxes.of[mailboxes.rank] + slot; }
-    // Returns the region of this rank in the current slot of `rank`'s mailbox.
+    // Returns the current buffer of this rank's mailbox, which starts with the region of rank 0.
+    __device__ const uint32_t* own_buffer() const { return mailboxes.of[mailboxes.rank] + buffer; }
+    // Returns the region of this rank in the current buffer of `rank`'s mailbox.
     __device__ uint32_t* region_at(int rank) const {
-        return mailboxes.of[rank] + slot + (size_t)mailboxes.rank * mailboxes.region;
+        return mailboxes.of[rank] + buffer + (size_t)mailboxes.rank * mailboxes.region;
     }
 
-    // Empties the other ranks' regions in the previous operation's slot of this rank's mailbox, and updates the state
+    // Empties the other ranks' regions in the previous operation's buffer of this rank's mailbox, and updates the state
     // for the next operation.
     // All threads must call this function, because it synchronizes the block. They call it before they wait for other
     // ranks, but after they have sent their first words, so that these words arrive sooner.
@@ -255,12 +255,12 @@ struct Operation {
     // `largest` is the largest number of words that this operation uses in a region.
     __device__ void prepare_next(int thread, int threads, int largest) const {
         // The size of a region is a multiple of 4 words, so stores of 4 words stay within the region.
-        uint32_t* own = mailboxes.of[mailboxes.rank] + last_slot;
+        uint32_t* own = mailboxes.of[mailboxes.rank] + previous_buffer;
         for (int i = 4 * thread; i < previous; i += 4 * threads)
             for (int rank = 0; rank < mailboxes.ranks; ++rank)
                 if (rank != mailboxes.rank) Quad::store(own + (size_t)rank * mailboxes.region + i, Quad::empty());
-        // The slot must be empty before this rank sends the values of the next operation, because those values allow
-        // the other ranks to use the slot again. The stores of different GPUs reach host memory over different PCIe
+        // The buffer must be empty before this rank sends the values of the next operation, because those values allow
+        // the other ranks to use the buffer again. The stores of different GPUs reach host memory over different PCIe
         // paths, so only a fence ensures this order.
         if (mailboxes.in_host_memory) __threadfence_system();
         // The last block to read the state updates it. The next operation reads the state after this kernel has ended.
@@ -294,7 +294,7 @@ public:
         if (mailboxes.ranks == 1) return;
         // The shuffle needs the number, so the load has ended before the thread reaches the __syncthreads().
         const uint32_t number = __shfl_sync(ALL_LANES, Scalar::load(mailboxes.state), 0);
-        offset = Operation::slot_of(mailboxes, number) + (size_t)mailboxes.rank * mailboxes.region;
+        offset = Operation::buffer_of(mailboxes, number) + (size_t)mailboxes.rank * mailboxes.region;
     }
     // Sends element i to all ranks. Stores it in `out` instead if mailboxes.ranks is 1.
     __device__ __forceinline__ void store(float* out, int i, float value) const {
@@ -316,22 +316,22 @@ __device__ __forceinline__ void begin(const Mailboxes& mailboxes) {
 }
 
 // Performs one exchange operation. Sends `words` words to each other rank.
-// Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
+// Then calls `take(buffer, waiting, first, stride)`, which receives the words of the other ranks from `buffer`.
 // `own_words(i)` returns the V::SIZE words to send from word i on, none of them EMPTY.
-// A thread sends and receives V::SIZE words at `first`, V::SIZE words at `first` + `step`, and so on.
+// A thread sends and receives V::SIZE words at `first`, V::SIZE words at `first` + `stride`, and so on.
 // `largest` is the largest number of words that this operation uses in a region.
 template <typename V, typename Own, typename Take>
 __device__ void exchange(Own own_words, const Mailboxes& mailboxes, int words, int largest, Take take) {
     begin(mailboxes);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-    const int first = thread * V::SIZE, step = threads * V::SIZE;
+    const int first = thread * V::SIZE, stride = threads * V::SIZE;
     // Small operations spend most of their time on load latency, so the first words and this rank's state are loaded at
     // the same time.
     typename V::Word v[BATCH_POSITIONS];
     const auto load = [&](const PositionBatch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
-    load({first, step, words});
+    load({first, stride, words});
     const Operation operation(mailboxes);
-    each_batch(first, step, words, [&](const PositionBatch& batch) {
+    each_batch(first, stride, words, [&](const PositionBatch& batch) {
         if (batch.start != first) load(batch);
         for (int rank = 0; rank < mailboxes.ranks; ++rank) {
             uint32_t* to = operation.region_at(rank);
@@ -340,5 +340,5 @@ __device__ void exchange(Own own_words, const Mailboxes& mailboxes, int words, i
     });
     operation.prepare_next(thread, threads, largest);
     Waiting waiting(mailboxes);
-    take(operation.own_slot(), waiting, first, step);
+    take(operation.own_buffer(), waiting, first, stride);
 }

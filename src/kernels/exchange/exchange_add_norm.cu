@@ -126,12 +126,12 @@ __device__ __forceinline__ void update_8(float (&v)[8], const float (&added)[8],
 // normed = bf16(sum / sqrt(mean(sum²) + eps) · weight). A rank computes these values only for its share of the rows.
 // For the same number of elements, a rank sends as many bytes as in exchange_sum_shares_bf16.
 //
-// A block handles row i of each rank's share, for i = blockIdx.x, blockIdx.x + gridDim.x and so on, in three steps:
+// A block handles row i of each rank's share, for i = blockIdx.x, blockIdx.x + gridDim.x and so on, in three phases:
 //   1. It sends row i of each other rank's share of `partial` to that rank.
 //   2. It receives row i of its own rank's share of `partial` from the other ranks, computes `sum` and `normed` for
 //      this row, and sends `normed` to the other ranks.
 //   3. It receives the rows of `normed` that the other ranks computed.
-// The block starts step 1 of a row before step 2 of its previous row, and before step 3 of the row before that one.
+// The block starts phase 1 of a row before phase 2 of its previous row, and before phase 3 of the row before that one.
 // The values are then in transit while the block works on other rows.
 //
 //   x, sum: f32 [rows, columns], accessed only in the rows of this rank
@@ -158,7 +158,7 @@ __device__ void exchange_add_norm(const float* x, const Partial& partial, const 
     // In each region, the first `addend_words` words are for the addends. The normalized rows follow.
     const int addend_words = rows_of(0) * row_words;
     const Operation operation(mailboxes);
-    const uint32_t* slot = operation.own_slot();
+    const uint32_t* buffer = operation.own_buffer();
     Waiting waiting(mailboxes);
     // The items are words of two elements.
     const auto each_segment = [&](auto use) { for_each_segment<SEGMENTS, 4>(row_words, use); };
@@ -180,7 +180,7 @@ __device__ void exchange_add_norm(const float* x, const Partial& partial, const 
     const int first_other = mailboxes.rank == 0 ? 1 : 0;
     const auto compute = [&](int row, int parity) {
         const size_t start = start_of(mailboxes.rank, row);
-        const auto addends_of = [&](int rank) { return slot + (size_t)rank * mailboxes.region + row * row_words; };
+        const auto addends_of = [&](int rank) { return buffer + (size_t)rank * mailboxes.region + row * row_words; };
         float v[SEGMENTS][8], squares = 0.0f;
         uint4 own[SEGMENTS], other[SEGMENTS];  // `other` has the addends of rank `first_other`
         each_segment([&](int segment, int i) {
@@ -220,7 +220,7 @@ __device__ void exchange_add_norm(const float* x, const Partial& partial, const 
 #pragma unroll 1
         for (int rank = 0; rank < mailboxes.ranks; ++rank) {
             if (rank == mailboxes.rank || row >= rows_of(rank)) continue;
-            const uint32_t* from = slot + (size_t)rank * mailboxes.region + addend_words + row * row_words;
+            const uint32_t* from = buffer + (size_t)rank * mailboxes.region + addend_words + row * row_words;
             uint4 words[SEGMENTS];
             each_segment([&](int segment, int i) { words[segment] = Quad::load(from + i); });
             each_segment([&](int segment, int i) {
@@ -307,12 +307,12 @@ template <int SEGMENTS, bool ROUNDED, typename Partial, typename T>
 __device__ void exchange_add_norm_all(const float* x, const Partial& partial, const float* bias, const float* weight,
                                       float* sum, T* normed, const Mailboxes& mailboxes, int rows, float eps) {
     __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
-    // In a region, the 8 columns of a thread in a segment take QUADS groups of 4 words.
+    // In a region, the 8 columns of a thread in a segment take QUADS Quads of 4 words.
     constexpr int QUADS = ROUNDED ? 1 : 2;
     const int columns = partial.columns, row_words = ROUNDED ? columns / 2 : columns;
     begin(mailboxes);
     const Operation operation(mailboxes);
-    const uint32_t* slot = operation.own_slot();
+    const uint32_t* buffer = operation.own_buffer();
     Waiting waiting(mailboxes);
     const auto each_segment = [&](auto use) { for_each_segment<SEGMENTS, 8>(columns, use); };
     const auto load_own = [&](uint4(&own)[QUADS], int row, int i) {
@@ -363,7 +363,7 @@ __device__ void exchange_add_norm_all(const float* x, const Partial& partial, co
                     add_received(added, own);
                     continue;
                 }
-                const uint32_t* from = slot + (size_t)rank * mailboxes.region + word_of(row, i);
+                const uint32_t* from = buffer + (size_t)rank * mailboxes.region + word_of(row, i);
 #pragma unroll
                 for (int q = 0; q < QUADS; ++q) received[q] = Quad::load(from + 4 * q);
 #pragma unroll

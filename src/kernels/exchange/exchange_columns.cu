@@ -5,9 +5,9 @@ template <typename V>
 __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailboxes& mailboxes, int rows, int largest) {
     begin(mailboxes);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-    const int first = thread * V::SIZE, step = threads * V::SIZE;
+    const int first = thread * V::SIZE, stride = threads * V::SIZE;
     const auto columns_of = [&](int rank) { return mailboxes.first_item[rank + 1] - mailboxes.first_item[rank]; };
-    const auto batch_of = [&](int rank, int start) { return PositionBatch{start, step, rows * columns_of(rank)}; };
+    const auto batch_of = [&](int rank, int start) { return PositionBatch{start, stride, rows * columns_of(rank)}; };
     typename V::Word own[BATCH_POSITIONS];
     const auto load_own = [&](int start) {
         batch_of(mailboxes.rank, start).each([&](int j, int i) { own[j] = V::sendable(V::load(x + i)); });
@@ -32,12 +32,12 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
         batch.each([&](int j, int i) { store(mailboxes.rank, i, own[j]); });
     };
     const auto take = [&](int start) {
-        const uint32_t* slot = operation.own_slot();
+        const uint32_t* buffer = operation.own_buffer();
         for (int rank = 0; rank < mailboxes.ranks; ++rank) {
             if (rank == mailboxes.rank) continue;
             const PositionBatch batch = batch_of(rank, start);
             typename V::Word received[BATCH_POSITIONS];
-            receive<V>(batch, mailboxes, slot, rank, waiting, [](int, int) { return V::zero(); }, received);
+            receive<V>(batch, mailboxes, buffer, rank, waiting, [](int, int) { return V::zero(); }, received);
             batch.each([&](int j, int i) { store(rank, i, received[j]); });
         }
     };
@@ -46,9 +46,9 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
     // The values of a batch are in transit while the thread receives and stores other values.
     send(first);
     operation.prepare_next(thread, threads, largest);
-    for (int previous = first; previous < largest; previous += BATCH_POSITIONS * step) {
-        load_own(previous + BATCH_POSITIONS * step);
-        send(previous + BATCH_POSITIONS * step);
+    for (int previous = first; previous < largest; previous += BATCH_POSITIONS * stride) {
+        load_own(previous + BATCH_POSITIONS * stride);
+        send(previous + BATCH_POSITIONS * stride);
         take(previous);
     }
 }

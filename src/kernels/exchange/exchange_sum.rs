@@ -151,9 +151,9 @@ impl GpuExchange {
                 out.dims()
             );
         }
-        let (kernel, groups) =
+        let (kernel, quads) =
             if self.sums_shares() { ("exchange_sum_shares_bf16", words / 4) } else { ("exchange_sum_bf16", 0) };
-        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(groups, 1), []).int(words);
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(quads, 1), []).int(words);
         Ok(Launch::new(module!("exchange_sum"), kernel, self.shape(words / 4), arguments)
             .with_bytes_moved(8 * elements as u64)
             .overlapping())

@@ -14,7 +14,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
-use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
+use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_BUFFERS, EXCHANGE_MAX_RANKS};
 use crate::kernels::launch::{HostWords, Launch, LaunchShape};
 use crate::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 
@@ -191,9 +191,9 @@ impl GpuExchange {
     }
 
     /// Returns the size of a region in 32-bit words, a multiple of 4.
-    /// A region is the part of a mailbox slot that one sending rank uses.
+    /// A region is the part of a mailbox buffer that one sending rank uses.
     pub(super) fn region(&self) -> usize {
-        MAILBOX_BYTES / (EXCHANGE_SLOTS * self.mailboxes.len() * 16) * 4
+        MAILBOX_BYTES / (EXCHANGE_BUFFERS * self.mailboxes.len() * 16) * 4
     }
 
     /// Returns the `Mailboxes` argument of the kernels. The ranks divide `items` items (see [`share`]).
@@ -227,7 +227,7 @@ impl GpuExchange {
         if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS }
     }
 
-    /// Returns the launch shape of a kernel for `items` items, each a word or a group of 4 words.
+    /// Returns the launch shape of a kernel for `items` items, each a word or a `Quad` of 4 words (`exchange.cuh`).
     /// A thread may process several items.
     pub(super) fn shape(&self, items: usize) -> LaunchShape {
         // For few items, blocks are small, so that the items are spread over more multiprocessors.
@@ -247,8 +247,8 @@ impl GpuExchange {
     /// Sums test values over all ranks. Fails if a sum is wrong or a rank does not answer.
     pub fn test(&self) -> Result<()> {
         let (device, ranks) = (Device::Cuda(self.device.clone()), self.mailboxes.len());
-        // Run more operations than there are slots, so that each slot is emptied and used again.
-        for round in 0..2 * EXCHANGE_SLOTS {
+        // Run more operations than there are buffers, so that each buffer is emptied and used again.
+        for round in 0..2 * EXCHANGE_BUFFERS {
             let value = |rank: usize| (round * 100 + rank) as f32;
             let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
             let sums = self.sum(&x)?;
