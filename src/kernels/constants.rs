@@ -340,7 +340,7 @@ pub const DECODE_UP_WARPS: usize = 5;
 /// Threads per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_THREADS: usize = 32 * DECODE_UP_TILES * DECODE_UP_WARPS;
 /// Warps that share the columns of one expert's tile in `decode_down_mxfp4`.
-pub const DECODE_DOWN_SPLITS: usize = 3;
+pub const DECODE_DOWN_WARPS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 

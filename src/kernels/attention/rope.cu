@@ -35,13 +35,13 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
                           const uint32_t* __restrict__ positions, T* __restrict__ q, T* __restrict__ k,
                           T* __restrict__ v, const uint32_t* __restrict__ slots, int parts, int tokens, int heads,
                           int kv_heads, int head_dim, int rotated, float eps) {
-    const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2;
+    const int all = heads + 2 * kv_heads, warps_per_token = (all + HEADS - 1) / HEADS, half = rotated / 2;
     const int lane = threadIdx.x % 32;
-    const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
+    const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / warps_per_token;
     pdl_wait();
     pdl_launch_dependents();
     if (token >= tokens) return;
-    const int first = item % groups * HEADS, count = min(HEADS, all - first);
+    const int first = item % warps_per_token * HEADS, count = min(HEADS, all - first);
 
     const float *x = qkv + ((size_t)token * all + first) * head_dim, *added = bias + first * head_dim;
     const size_t part_stride = (size_t)tokens * all * head_dim;
@@ -117,12 +117,12 @@ __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __res
                                T* __restrict__ v, const uint32_t* __restrict__ slots, int parts, int tokens, int heads,
                                int kv_heads, int head_dim) {
     const int all = heads + 2 * kv_heads, half = head_dim / 2, lanes = head_dim / 8, at_once = 32 / lanes;
-    const int groups = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
-    const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
+    const int warps_per_token = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
+    const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / warps_per_token;
     pdl_wait();
     pdl_launch_dependents();
     if (token >= tokens) return;
-    const int first = item % groups * HEADS * at_once + lane / lanes, i = lane % lanes * 4;
+    const int first = item % warps_per_token * HEADS * at_once + lane / lanes, i = lane % lanes * 4;
     const size_t part_stride = (size_t)tokens * all * head_dim;
     const auto load = [](const float* from) { return *reinterpret_cast<const float4*>(from); };
     float4 a[HEADS], b[HEADS];

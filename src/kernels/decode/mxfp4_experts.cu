@@ -19,7 +19,7 @@
 // The 64 columns of a row are two MXFP4 blocks.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
-    int groups;  // the number of 64-column groups in a row
+    int tiles_per_row;  // the number of tiles with the same 16 rows
 };
 
 // Multiplies 16 rows × 32 columns of weights by x. Each unpacked weight is its E2M1 value times 2^-126 (e2m1.cuh).
@@ -56,35 +56,36 @@ __device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
 }
 
 // Computes one warp's share of the product of x and one row of tiles.
-// The warp processes groups `first`, `first` + STEP, `first` + 2 · STEP and so on, with DEPTH groups in flight.
-template <int STEP, int DEPTH> struct TileStream {
-    const uint8_t *blocks, *scales;  // this lane's bytes of the oldest group in flight
+// WARPS warps share the row. This warp processes tiles `first`, `first` + WARPS, `first` + 2 · WARPS and so on, with
+// DEPTH tiles in flight.
+template <int WARPS, int DEPTH> struct TileStream {
+    const uint8_t *blocks, *scales;  // this lane's bytes of the oldest tile in flight
     uint4 weights[DEPTH];
     uint32_t exponents[DEPTH];
-    const int first, groups;
+    const int first, tiles_per_row;
 
-    // Loads the group that is i · STEP groups after the oldest group in flight into weights[d] and exponents[d].
+    // Loads the tile that is i · WARPS tiles after the oldest tile in flight into weights[d] and exponents[d].
     __device__ __forceinline__ void load(int d, int i) {
-        weights[d] = load_stream_16(blocks + i * STEP * MXFP4_TILE_BYTES);
-        exponents[d] = load_stream_4(scales + i * STEP * MXFP4_TILE_SCALE_BYTES);
+        weights[d] = load_stream_16(blocks + i * WARPS * MXFP4_TILE_BYTES);
+        exponents[d] = load_stream_4(scales + i * WARPS * MXFP4_TILE_SCALE_BYTES);
     }
 
     __device__ __forceinline__ TileStream(const Mxfp4Tiles& tiles, size_t tile_row, int first, int lane)
-        : first(first), groups(tiles.groups) {
-        blocks = tiles.blocks + (tile_row * groups + first) * MXFP4_TILE_BYTES + lane * 16;
-        scales = tiles.scales + (tile_row * groups + first) * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
+        : first(first), tiles_per_row(tiles.tiles_per_row) {
+        blocks = tiles.blocks + (tile_row * tiles_per_row + first) * MXFP4_TILE_BYTES + lane * 16;
+        scales = tiles.scales + (tile_row * tiles_per_row + first) * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
-            if (first + d * STEP < groups) load(d, d);
+            if (first + d * WARPS < tiles_per_row) load(d, d);
     }
 
-    __device__ __forceinline__ void multiply_group(int d, const uint4* x, float& low, float& high) const {
+    __device__ __forceinline__ void multiply_tile(int d, const uint4* x, float& low, float& high) const {
         const uint4 w = weights[d];
         const uint32_t s = exponents[d];
         float c[4];
-        block_product(w.x, w.y, x[d * STEP * 16], c);
+        block_product(w.x, w.y, x[d * WARPS * 16], c);
         low += scale_of(s, 0) * (c[0] + c[1]), high += scale_of(s, 1) * (c[2] + c[3]);
-        block_product(w.z, w.w, x[d * STEP * 16 + 8], c);
+        block_product(w.z, w.w, x[d * WARPS * 16 + 8], c);
         low += scale_of(s, 2) * (c[0] + c[1]), high += scale_of(s, 3) * (c[2] + c[3]);
     }
 
@@ -92,22 +93,22 @@ template <int STEP, int DEPTH> struct TileStream {
     // The caller multiplies the sums by E2M1_UNIT.
     //   x: from split_x, in shared memory, padded with zeros to a multiple of 64 columns
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
-        constexpr int ROUND = DEPTH * STEP;
+        constexpr int ROUND = DEPTH * WARPS;
         low = high = 0.0f;
         x += first * 16 + lane % 8;
         int base = first;
-        // A round is DEPTH groups. While the next round is full, its loads need no bounds checks.
-        for (; base + (2 * DEPTH - 1) * STEP < groups; base += ROUND) {
+        // A round is DEPTH tiles. While the next round is full, its loads need no bounds checks.
+        for (; base + (2 * DEPTH - 1) * WARPS < tiles_per_row; base += ROUND) {
 #pragma unroll
-            for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
+            for (int d = 0; d < DEPTH; ++d) multiply_tile(d, x, low, high), load(d, d + DEPTH);
             blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
         }
         // In the last rounds, loads and products need bounds checks.
-        for (; base < groups; base += ROUND) {
+        for (; base < tiles_per_row; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
-                if (base + d * STEP < groups) multiply_group(d, x, low, high);
-                if (base + (d + DEPTH) * STEP < groups) load(d, d + DEPTH);
+                if (base + d * WARPS < tiles_per_row) multiply_tile(d, x, low, high);
+                if (base + (d + DEPTH) * WARPS < tiles_per_row) load(d, d + DEPTH);
             }
             blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
         }
@@ -136,7 +137,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32 % DECODE_UP_WARPS, lane = threadIdx.x % 32;
     const int block_tile = threadIdx.x / 32 / DECODE_UP_WARPS;
-    const int segments = weights.groups * 8, full_segments = columns / 8;
+    const int segments = weights.tiles_per_row * 8, full_segments = columns / 8;
     const int tiles = (intermediate + 7) / 8, tile = blockIdx.x * DECODE_UP_TILES + block_tile;
     pdl_wait();
     pdl_launch_dependents();
@@ -146,12 +147,12 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     const float unscale = E2M1_UNIT * __ldcg(normed_scale);
     __syncthreads();
     const uint32_t expert = routing.expert[blockIdx.y];
-    const int unit = tile * 8 + lane;
-    const bool writes_h = warp == 0 && lane < 8 && unit < intermediate;
+    const int element = tile * 8 + lane;  // of h
+    const bool writes_h = warp == 0 && lane < 8 && element < intermediate;
     float2 b = make_float2(0.0f, 0.0f);
     if (tile < tiles) {
         TileStream<DECODE_UP_WARPS, UP_DEPTH> stream(weights, (size_t)expert * tiles + tile, warp, lane);
-        if (writes_h) b = __ldg(reinterpret_cast<const float2*>(bias) + (size_t)expert * intermediate + unit);
+        if (writes_h) b = __ldg(reinterpret_cast<const float2*>(bias) + (size_t)expert * intermediate + element);
         float low, high;
         stream.multiply(x, lane, low, high);
         if (lane % 4 == 0) sums[block_tile][warp][lane / 4] = low, sums[block_tile][warp][lane / 4 + 8] = high;
@@ -164,7 +165,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
             gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
         gate = gate * unscale + b.x, up = up * unscale + b.y;
         clamp_gate_up(gate, up, limit);
-        h[(size_t)blockIdx.y * intermediate + unit] =
+        h[(size_t)blockIdx.y * intermediate + element] =
             __float2half_rn(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
     }
 }
@@ -177,7 +178,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   weights: [experts, rows, columns] in grouped tiles, with rows 4t to 4t + 3 at positions 2t, 2t + 1, 2t + 8, 2t + 9
 //   bias: f32 [experts, rows]
 //   grid: ceil(rows / 16)
-//   block: 32 · chosen · DECODE_DOWN_SPLITS; DECODE_DOWN_SPLITS warps share the columns of an expert's tile
+//   block: 32 · chosen · DECODE_DOWN_WARPS; DECODE_DOWN_WARPS warps share the columns of an expert's tile
 //   shared memory: bf16 [chosen, columns rounded up to a multiple of 64, 2], then 16 floats per warp
 //   bytes moved: 17/32 · rows · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
@@ -186,14 +187,16 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     extern __shared__ uint4 inputs[];
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
-    const int n = warp % chosen, split = warp / chosen, segments = weights.groups * 8, full_segments = columns / 8;
+    const int n = warp % chosen, tile_warp = warp / chosen, segments = weights.tiles_per_row * 8,
+              full_segments = columns / 8;
     float* sums = reinterpret_cast<float*>(inputs + 2 * chosen * segments);
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
     const Sender sender(mailboxes);
     __syncthreads();
-    TileStream<DECODE_DOWN_SPLITS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, split, lane);
+    TileStream<DECODE_DOWN_WARPS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, tile_warp,
+                                                     lane);
     const int row = tile * 16 + threadIdx.x;
     const bool writes_x = threadIdx.x < 16 && row < rows;
     float sum = 0.0f;
@@ -221,7 +224,7 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
         for (int i = 0; i < chosen; ++i) {
             float y = 0.0f;
 #pragma unroll
-            for (int split = 0; split < DECODE_DOWN_SPLITS; ++split) y += sums[(split * chosen + i) * 16 + threadIdx.x];
+            for (int w = 0; w < DECODE_DOWN_WARPS; ++w) y += sums[(w * chosen + i) * 16 + threadIdx.x];
             sum += routing.weight[i] * E2M1_UNIT * y;
         }
         sender.store(x, row, sum);
@@ -236,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
                            intermediate, columns, alpha, limit);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_SPLITS * DECODE_DOWN_MAX_CHOSEN, 2)
+extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_WARPS * DECODE_DOWN_MAX_CHOSEN, 2)
     decode_down_mxfp4(float* x, const __half* h, const float* logits, const uint8_t* blocks, const uint8_t* scales,
                       const float* bias, int experts, int chosen, int rows, int columns,
                       const __grid_constant__ Mailboxes mailboxes) {

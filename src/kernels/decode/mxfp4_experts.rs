@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{StepBuffers, check, check_f32};
 use crate::kernels::activation::ALPHA;
-use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
+use crate::kernels::constants::{DECODE_DOWN_WARPS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
 use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 use crate::kernels::moe::mxfp4_tiles::Mxfp4Tiles;
@@ -110,7 +110,7 @@ pub fn add_mxfp4_down(
         .int(rows)
         .int(intermediate)
         .value(sender(&buffers.layer_world)?, []);
-    let warps = chosen * DECODE_DOWN_SPLITS;
+    let warps = chosen * DECODE_DOWN_WARPS;
     let (input_bytes, sum_bytes) = (chosen * intermediate.next_multiple_of(64) * 4, warps * 16 * size_of::<f32>());
     let shape =
         LaunchShape::linear(rows.div_ceil(MXFP4_TILE_ROWS), 32 * warps).with_shared_bytes(input_bytes + sum_bytes);

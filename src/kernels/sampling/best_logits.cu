@@ -4,7 +4,7 @@
 #include "sampling/candidate.cuh"
 #include "sampling/sampling.cuh"
 
-// Divides each row of logits into BEST_LOGITS_BLOCKS parts, and finds the largest logit of each part. Ignores NaN.
+// Divides each row of logits into BEST_LOGITS_BLOCKS ranges, and finds the largest logit of each range. Ignores NaN.
 //   logits: f32 [rows, columns]; column i belongs to token first_token + i
 //   best: Candidate [rows, BEST_LOGITS_CANDIDATES]
 //   grid: (rows, BEST_LOGITS_BLOCKS); block: BEST_LOGITS_THREADS
@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
     __shared__ unsigned long long warps[BEST_LOGITS_THREADS / 32];
     const float* row = logits + (size_t)blockIdx.x * columns;
     const int ids = (columns + BEST_LOGITS_BLOCKS - 1) / BEST_LOGITS_BLOCKS;
-    // The blocks that start first read the last parts, whose logits were computed last and may still be in L2.
-    const int part = BEST_LOGITS_BLOCKS - 1 - blockIdx.y, start = part * ids, end = min(start + ids, columns);
+    // The blocks that start first read the last ranges, whose logits were computed last and may still be in L2.
+    const int range = BEST_LOGITS_BLOCKS - 1 - blockIdx.y, start = range * ids, end = min(start + ids, columns);
     float top = -INFINITY;
     int id = 0;
 #pragma unroll 8  // so that several loads are in flight
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
     if (threadIdx.x > 0) return;
     unsigned long long key = 0;
     for (const unsigned long long of_warp : warps) key = max(key, of_warp);
-    store_candidate(best + (size_t)blockIdx.x * BEST_LOGITS_CANDIDATES, key, part, BEST_LOGITS_BLOCKS);
+    store_candidate(best + (size_t)blockIdx.x * BEST_LOGITS_CANDIDATES, key, range, BEST_LOGITS_BLOCKS);
 }
 
 // Chooses the token with the largest logit in each row of candidates. Chooses no token if all logits are -inf.

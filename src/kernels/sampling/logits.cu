@@ -39,7 +39,7 @@ __device__ __forceinline__ unsigned long long token_key(const float* logits, int
 // Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
 // `logits` is f32 [vocab]. `count` is at most `vocab`.
 // `chosen` is NO_TOKEN if no token was chosen. The argument of set_chosen is then -inf or NaN.
-// Thread 0 calls set_chosen(logprob) once, and set_top(rank, id, logprob) for each of the most likely tokens.
+// Thread 0 calls set_chosen(logprob) once, and set_top(place, id, logprob) for each of the most likely tokens.
 // All SAMPLE_THREADS threads of the block must call this function.
 template <typename SetChosen, typename SetTop>
 __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, int count, SetChosen set_chosen,
@@ -52,7 +52,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
     unsigned long long own = 0;
     for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) own = max(own, token_key(logits, id));
     float largest = 0.0f, log_sum = 0.0f;
-    for (int rank = 0; rank < max(count, 1); ++rank) {
+    for (int place = 0; place < max(count, 1); ++place) {
         if (threadIdx.x == 0) best = 0;
         __syncthreads();
         const unsigned long long warp_best = warp_largest(own);
@@ -61,7 +61,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
         const unsigned long long found = best;
         const uint32_t token = ~(uint32_t)found;
         const float logit = from_sort_key(found >> 32);
-        if (rank == 0) {
+        if (place == 0) {
             largest = logit;
             float sum = 0.0f;
             for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
@@ -79,7 +79,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
                 set_chosen((isnan(v) ? -INFINITY : v) - largest - log_sum);
             }
         }
-        if (threadIdx.x == 0 && rank < count) set_top(rank, token, logit - largest - log_sum);
+        if (threadIdx.x == 0 && place < count) set_top(place, token, logit - largest - log_sum);
         // The warp of the thread that owns `token` finds this thread's next largest key.
         const int owner = token % SAMPLE_THREADS;
         if (warp == owner / 32) {
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     row_logprobs(
         logits + (size_t)blockIdx.x * vocab, vocab, chosen[blockIdx.x], count,
         [&](float logprob) { logprobs[0] = logprob; },
-        [&](int rank, uint32_t id, float logprob) { ids[rank] = id, logprobs[1 + rank] = logprob; });
+        [&](int place, uint32_t id, float logprob) { ids[place] = id, logprobs[1 + place] = logprob; });
 }
 
 // Computes the same log probabilities as top_logprobs, for the tokens of a queued step, and sends them to the host.
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     row_logprobs(
         logits + (size_t)rows[0] * vocab, vocab, tokens[rows[1]], rows[2],
         [&](float logprob) { mailbox[0] = word(logprob); },
-        [&](int rank, uint32_t id, float logprob) {
-            mailbox[1 + 2 * rank] = id + 1, mailbox[2 + 2 * rank] = word(logprob);
+        [&](int place, uint32_t id, float logprob) {
+            mailbox[1 + 2 * place] = id + 1, mailbox[2 + 2 * place] = word(logprob);
         });
 }

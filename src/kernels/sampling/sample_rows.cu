@@ -75,12 +75,12 @@ template <int BLOCKS> __device__ __forceinline__ void sync_row() {
     __syncthreads();
 }
 
-// `own` points to a variable in this block's shared memory. Returns the address of the same variable in block `rank` of
-// the row's blocks. The caller must call sync_row after the last store to this address and before the load, and again
-// before the next store to it or the end of block `rank`.
-template <int BLOCKS, typename V> __device__ __forceinline__ const V* in_block_of_row(const V* own, int rank) {
+// `own` points to a variable in this block's shared memory. Returns the address of the same variable in another block
+// of the row. `block` is the index of that block among the row's blocks. The caller must call sync_row after the last
+// store to this address and before the load, and again before the next store to it or the end of that block.
+template <int BLOCKS, typename V> __device__ __forceinline__ const V* in_block_of_row(const V* own, int block) {
 #if __CUDA_ARCH__ >= 900
-    if constexpr (BLOCKS > 1) return in_block_of_cluster(own, rank);
+    if constexpr (BLOCKS > 1) return in_block_of_cluster(own, block);
 #endif
     return own;
 }
@@ -90,10 +90,10 @@ template <int BLOCKS, typename V, typename Combine>
 __device__ __forceinline__ V of_all_blocks(const V* own, Combine combine) {
     V values[BLOCKS];
 #pragma unroll
-    for (int rank = 0; rank < BLOCKS; ++rank) values[rank] = *in_block_of_row<BLOCKS>(own, rank);
+    for (int block = 0; block < BLOCKS; ++block) values[block] = *in_block_of_row<BLOCKS>(own, block);
     V all = values[0];
 #pragma unroll
-    for (int rank = 1; rank < BLOCKS; ++rank) all = combine(all, values[rank]);
+    for (int block = 1; block < BLOCKS; ++block) all = combine(all, values[block]);
     return all;
 }
 template <int BLOCKS> __device__ __forceinline__ unsigned long long sum_of_blocks(const unsigned long long* own) {
@@ -107,19 +107,19 @@ __device__ __forceinline__ unsigned long long warp_sum(unsigned long long value)
 
 enum class Order { Forward, Backward };
 
-// Calls `use(id, logits)` with the logits of tokens id to id + 3, where id is start + offset, then start + step +
-// offset, and so on. Tokens that are not below `end` have logit NaN. Threads with equal `start`, `end` and `step` make
-// the same number of calls, so the lanes of a warp can exchange values in `use`.
+// Calls `use(id, logits)` with the logits of tokens id to id + 3, where id is start + offset, then start + stride +
+// offset, and so on. Tokens that are not below `end` have logit NaN. Threads with equal `start`, `end` and `stride`
+// make the same number of calls, so the lanes of a warp can exchange values in `use`.
 //   ORDER: Order::Backward reverses the order of the calls. The last tokens may still be in L2 if the previous pass
 //     over the row, or the kernel that wrote the row, ended with them.
 //   UNROLL: the unroll factor, so that a thread can have the loads of UNROLL calls in flight
 template <int UNROLL, Order ORDER, typename Use>
-__device__ __forceinline__ void each_four(const Row& row, int start, int end, int step, int offset, Use use) {
-    const int count = (end - start + step - 1) / step;
+__device__ __forceinline__ void each_four(const Row& row, int start, int end, int stride, int offset, Use use) {
+    const int count = (end - start + stride - 1) / stride;
     const auto loop = [&](auto load) {
 #pragma unroll UNROLL
         for (int i = 0; i < count; ++i) {
-            const int id = start + (ORDER == Order::Forward ? i : count - 1 - i) * step + offset;
+            const int id = start + (ORDER == Order::Forward ? i : count - 1 - i) * stride + offset;
             use(id, load(id));
         }
     };
@@ -381,14 +381,14 @@ __device__ __forceinline__ uint32_t token_at(const Row& row, const KeptTokens& k
 
 // Adds up the masses of the row's blocks. `block_mass` is the mass of this block.
 // After this call, the blocks no longer need each other.
-template <int BLOCKS> __device__ __forceinline__ BlockMasses sum_blocks(unsigned long long block_mass, int rank) {
+template <int BLOCKS> __device__ __forceinline__ BlockMasses sum_blocks(unsigned long long block_mass, int block) {
     __shared__ unsigned long long own;
     if (threadIdx.x == 0) own = block_mass;
     sync_row<BLOCKS>();
     BlockMasses masses{0, 0};
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
-        if (i == rank) masses.before = masses.all;
+        if (i == block) masses.before = masses.all;
         masses.all += *in_block_of_row<BLOCKS>(&own, i);
     }
     sync_row<BLOCKS>();
@@ -402,14 +402,14 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     __shared__ CutoffMemory cutoff_memory;
     __shared__ Extremes extremes;
     __shared__ PointInRange point_in_range;
-    const int row_index = blockIdx.x / BLOCKS, rank = blockIdx.x % BLOCKS;
+    const int row_index = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS;
     const SamplingKernelParams params =
         *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)row_index * SAMPLE_PARAM_WORDS);
     const auto choose = [&](uint32_t token) {
         tokens[row_index] = token;
         if (mailbox != nullptr) mailbox[row_index] = token == NO_TOKEN ? MAILBOX_NO_TOKEN : token + 1;
     };
-    const int block_ids = (vocab + 4 * BLOCKS - 1) / (4 * BLOCKS) * 4, start = min(rank * block_ids, vocab);
+    const int block_ids = (vocab + 4 * BLOCKS - 1) / (4 * BLOCKS) * 4, start = min(block * block_ids, vocab);
     const int end = min(start + block_ids, vocab);
     Row row{logits + (size_t)row_index * vocab, vocab, start, end, 1.0f / fmaxf(params.temperature, 1e-6f)};
 
@@ -420,7 +420,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
         return a.key >= b.key ? a : b;
     });
     if (top.key <= sort_key(-INFINITY) || params.temperature == 0.0f) {
-        if (rank == 0 && threadIdx.x == 0) choose(top.key <= sort_key(-INFINITY) ? NO_TOKEN : top.token);
+        if (block == 0 && threadIdx.x == 0) choose(top.key <= sort_key(-INFINITY) ? NO_TOKEN : top.token);
         sync_row<BLOCKS>();
         return;
     }
@@ -436,11 +436,11 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     // cumulative mass follows the order of the ids.
     constexpr int WARPS = SAMPLE_THREADS / 32;
     const int warp = threadIdx.x / 32;
-    // The number of ids in a small range of step 4.
+    // The number of ids in a small range (see point 4).
     const int small_range_ids = (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;
     const int first_id = row.start + warp * WARPS * small_range_ids;
     const RangeMasses masses = range_masses(row, kept, first_id, WARPS * small_range_ids, warps);
-    const BlockMasses blocks = sum_blocks<BLOCKS>(masses.all, rank);
+    const BlockMasses blocks = sum_blocks<BLOCKS>(masses.all, block);
     const unsigned long long point = random_point(params, params.sampled_before, blocks.all);
 
     // 4. Find the token. The block whose range contains the point divides the part that contains it into small ranges,
