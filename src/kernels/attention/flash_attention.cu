@@ -164,7 +164,7 @@ struct TeamTiles {
 //
 // Keys and values after position `newest` become zeros in shared memory, because the cache may hold NaN there, and even
 // a weight of zero times NaN is NaN.
-// A key tile has at most BLOCK_TOKENS keys, so it spans at most two blocks of the KV cache.
+// A key tile has at most BLOCK_TOKENS keys, so it spans at most two cache blocks.
 template <typename T, typename C>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const TeamTiles& team_tiles,
                                                      int tile, int stage, const uint32_t* table, int kv_heads,

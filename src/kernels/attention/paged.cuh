@@ -1,7 +1,7 @@
 // Addresses in the paged KV cache.
 //   k, v: T [rows, kv_heads, head_dim]
-//   Block b holds BLOCK_TOKENS positions, in consecutive rows of k and v that start at row b · BLOCK_TOKENS.
-//   A block table belongs to one sequence: position p of the sequence is in block table[p / BLOCK_TOKENS].
+//   Cache block b holds BLOCK_TOKENS positions, in consecutive rows of k and v that start at row b · BLOCK_TOKENS.
+//   A block table belongs to one sequence: position p of the sequence is in cache block table[p / BLOCK_TOKENS].
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"

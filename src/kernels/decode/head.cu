@@ -103,13 +103,13 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 //   embedding_scale: the factor by which the embedding is multiplied
 //   x: f32 [columns]
 //   state: see decode/mod.rs
-//   mailbox: u32 [slots] in host memory
-//     Step s writes its token + 1 to slot s % slots, or MAILBOX_NO_TOKEN if the step fails.
+//   mailbox: u32 [mailbox_slots] in host memory
+//     Step s writes its token + 1 to slot s % mailbox_slots, or MAILBOX_NO_TOKEN if the step fails.
 //   grid: 1; block: DECODE_SINGLE_BLOCK_THREADS
 //   bytes moved: 8 · blocks + one row of the embedding + 4 · columns
 template <typename T>
 __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
-                              volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {
+                              volatile uint32_t* mailbox, int mailbox_slots, int columns, float embedding_scale) {
     __shared__ Argmax warps[32];
     const int lane = threadIdx.x % 32;
     pdl_wait();
@@ -132,7 +132,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
         x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
     if (threadIdx.x == 0) {
         const uint32_t steps = state[STATE_STEPS];
-        mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
+        mailbox[steps % mailbox_slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
         __threadfence_system();
         state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
     }
@@ -146,8 +146,8 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(DECODE_SINGLE_BLOCK_THREADS)                                          \
         decode_greedy_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,          \
-                               volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {            \
-        decode_greedy<T>(best, blocks, embedding, x, state, mailbox, slots, columns, embedding_scale);                 \
+                               volatile uint32_t* mailbox, int mailbox_slots, int columns, float embedding_scale) {    \
+        decode_greedy<T>(best, blocks, embedding, x, state, mailbox, mailbox_slots, columns, embedding_scale);         \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

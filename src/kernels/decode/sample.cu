@@ -238,7 +238,7 @@ __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned 
 template <typename T>
 __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, const T* embedding, float* x,
                        uint32_t* state, volatile uint32_t* mailbox, SampleScratch* scratch, int vocab, int columns,
-                       int slots, float embedding_scale) {
+                       int mailbox_slots, float embedding_scale) {
     __shared__ unsigned long long warps[32];
     pdl_wait();
     const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
@@ -268,7 +268,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
             x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
         if (threadIdx.x == 0) {
             if (has_penalty(params)) seen[token] = max(seen[token], 1u) + 1;
-            mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
+            mailbox[steps % mailbox_slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
             __threadfence_system();
             state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
         }
@@ -280,8 +280,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)                                                    \
         decode_sample_##SUFFIX(const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding,        \
                                float* x, uint32_t* state, volatile uint32_t* mailbox, SampleScratch* scratch,          \
-                               int vocab, int columns, int slots, float embedding_scale) {                             \
-        sample<T>(logits, seen, params, embedding, x, state, mailbox, scratch, vocab, columns, slots,                  \
+                               int vocab, int columns, int mailbox_slots, float embedding_scale) {                     \
+        sample<T>(logits, seen, params, embedding, x, state, mailbox, scratch, vocab, columns, mailbox_slots,          \
                   embedding_scale);                                                                                    \
     }
 DEFINE(__nv_bfloat16, bf16)
