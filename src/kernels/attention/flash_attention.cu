@@ -246,6 +246,17 @@ template <typename C> using Sums = float[C::M][C::D / 8][4];
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
+// Computes the position of each row that this thread holds. `position` is the position of the sequence's first token.
+template <typename C>
+__device__ __forceinline__ void set_row_positions(RowInts<C>& row_position, const BlockRows<C>& rows, int position,
+                                                  int warp_row, int lane) {
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row_position[m][h] = position + rows.token(warp_row + m * 16 + lane / 4 + 8 * h);
+    }
+}
+
 // Computes scores += q·k for one key tile.
 template <typename T, typename C>
 __device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries, uint32_t q_lane,
@@ -524,9 +535,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const RowTile row_tile = find_row_tile<C>(row_tiles, tokens, heads_per_kv);
     const uint32_t* const table = tables + (size_t)row_tile.sequence * table_blocks;
     const int first_row = row_tile.tile * C::ROWS;
-    const BlockRows<C> rows = {kv_head,      heads,
-                               heads_per_kv, row_tile.first_token,
-                               first_row,    min(C::ROWS, row_tile.tokens * heads_per_kv - first_row)};
+    const int row_count = min(C::ROWS, row_tile.tokens * heads_per_kv - first_row);
+    const BlockRows<C> rows = {kv_head, heads, heads_per_kv, row_tile.first_token, first_row, row_count};
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
@@ -574,11 +584,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     Queries<C> queries;
     if constexpr (C::QUERIES_IN_REGISTERS) load_queries_to_registers<T, C>(queries, q, rows, warp_row, lane);
     RowInts<C> row_position;
-#pragma unroll
-    for (int m = 0; m < C::M; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) row_position[m][h] = position + rows.token(warp_row + m * 16 + lane / 4 + 8 * h);
-    }
+    set_row_positions<C>(row_position, rows, position, warp_row, lane);
     const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
 
     // 3. Process the key tiles: scores, running maxima, weights, and weighted sums of values.
