@@ -523,37 +523,47 @@ __device__ __forceinline__ void combine_partitions(const float* partials, int pa
 
 // ---- the kernel ----
 
-template <typename T, typename C>
-__device__ __forceinline__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out,
-                                          const uint32_t* positions, const uint32_t* tables, const uint4* row_tiles,
-                                          float* partials, uint32_t* arrivals, int table_blocks, int tokens, int heads,
-                                          int kv_heads, int window, float scale, float softcap, int min_tiles) {
+// The arguments of a kernel. The top of this file describes them. `RawArguments` in flash_attention.rs mirrors them.
+template <typename T> struct FlashArguments {
+    const T *q, *k, *v;
+    const float* sinks;
+    T* out;
+    const uint32_t *positions, *tables;
+    const uint4* row_tiles;
+    float* partials;
+    uint32_t* arrivals;
+    int table_blocks, tokens, heads, kv_heads, window, min_tiles;
+    float scale, softcap;
+};
+static_assert(sizeof(FlashArguments<__half>) == 10 * 8 + 8 * 4, "FlashArguments must match RawArguments");
+
+template <typename T, typename C> __device__ __forceinline__ void attention(const FlashArguments<T>& args) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float row_sinks[C::ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
-    const int kv_head = blockIdx.x, partition = blockIdx.z, heads_per_kv = heads / kv_heads;
-    const RowTile row_tile = find_row_tile<C>(row_tiles, tokens, heads_per_kv);
-    const uint32_t* const table = tables + (size_t)row_tile.sequence * table_blocks;
+    const int kv_head = blockIdx.x, partition = blockIdx.z, heads_per_kv = args.heads / args.kv_heads;
+    const RowTile row_tile = find_row_tile<C>(args.row_tiles, args.tokens, heads_per_kv);
+    const uint32_t* const table = args.tables + (size_t)row_tile.sequence * args.table_blocks;
     const int first_row = row_tile.tile * C::ROWS;
     const int row_count = min(C::ROWS, row_tile.tokens * heads_per_kv - first_row);
-    const BlockRows<C> rows = {kv_head, heads, heads_per_kv, row_tile.first_token, first_row, row_count};
+    const BlockRows<C> rows = {kv_head, args.heads, heads_per_kv, row_tile.first_token, first_row, row_count};
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
     // Load the sinks early to hide the latency, although the kernel needs them only at the end.
     float sink = -INFINITY;
-    if (sinks && threadIdx.x < rows.count)
-        sink = sinks[kv_head * heads_per_kv + (first_row + threadIdx.x) % heads_per_kv];
+    if (args.sinks && threadIdx.x < rows.count)
+        sink = args.sinks[kv_head * heads_per_kv + (first_row + threadIdx.x) % heads_per_kv];
     // The caller guarantees that sinks, positions, tables, row_tiles, and the keys and values of earlier steps were
     // written before the previous kernel started (see `launch` in flash_attention.rs).
     // Only loads of this step's queries, keys and values must wait until the previous kernel has ended.
 
     // 1. Find the keys that at least one row of the row tile can see. Select the key tiles of this partition and team,
     // and start to load them.
-    const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
-    const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
+    const int position = (int)__ldcg(args.positions + row_tile.first_token), newest = position + last_token;
+    const int oldest = args.window > 0 ? max(0, position + first_token - args.window + 1) : 0;
     const int key_tiles = (newest - oldest) / C::KEYS + 1;
-    const int partition_tiles = max(min_tiles, (key_tiles + (int)gridDim.z - 1) / (int)gridDim.z);
+    const int partition_tiles = max(args.min_tiles, (key_tiles + (int)gridDim.z - 1) / (int)gridDim.z);
     if (partition * partition_tiles >= key_tiles) return;
     const int partitions = (key_tiles + partition_tiles - 1) / partition_tiles;
     const TeamTiles team_tiles = {oldest, newest, partition * partition_tiles + team,
@@ -562,7 +572,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     T* const query_tile = reinterpret_cast<T*>(shared);
     T* const pipeline = reinterpret_cast<T*>(shared + C::QUERY_BYTES) + team * C::STAGES * 2 * C::KEY_ELEMENTS;
     const auto load = [&](int tile, int stage) {
-        load_keys_and_values<T, C>(k, v, pipeline, team_tiles, tile, stage, table, kv_heads, kv_head);
+        load_keys_and_values<T, C>(args.k, args.v, pipeline, team_tiles, tile, stage, table, args.kv_heads, kv_head);
     };
 #pragma unroll
     for (int stage = 0; stage < C::STAGES - 1; ++stage) {
@@ -572,7 +582,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     pdl_wait();
     pdl_launch_dependents();
-    if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(q, query_tile, rows);
+    if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(args.q, query_tile, rows);
     // With several teams or more than two stages, wait for the queries in shared memory here.
     // With one team and two stages, the first wait of the main loop waits for all copies, including the queries.
     if constexpr (!C::QUERIES_IN_REGISTERS && (C::TEAMS > 1 || C::STAGES > 2)) {
@@ -582,7 +592,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 
     // 2. Load the queries to registers if they fit, and compute the position of each row.
     Queries<C> queries;
-    if constexpr (C::QUERIES_IN_REGISTERS) load_queries_to_registers<T, C>(queries, q, rows, warp_row, lane);
+    if constexpr (C::QUERIES_IN_REGISTERS) load_queries_to_registers<T, C>(queries, args.q, rows, warp_row, lane);
     RowInts<C> row_position;
     set_row_positions<C>(row_position, rows, position, warp_row, lane);
     const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
@@ -592,7 +602,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     RowFloats<C> maxima, totals = {};
 #pragma unroll
     for (int m = 0; m < C::M; ++m) maxima[m][0] = maxima[m][1] = -INFINITY;
-    const float factor = softcap > 0.0f ? LOG2_E : scale * LOG2_E;
+    const float factor = args.softcap > 0.0f ? LOG2_E : args.scale * LOG2_E;
     const uint32_t q_lane =
         shared_address(query_tile) + ((warp_row + lane % 16) * C::STRIDE + lane / 16 * 8) * sizeof(T);
     const uint32_t k_lane = ((lane % 8 + lane / 16 * 8) * C::STRIDE + lane / 8 % 2 * 8) * sizeof(T);
@@ -609,13 +619,13 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
         const uint32_t stage_values = stage_keys - k_lane + v_lane;
         stage = stage == C::STAGES - 1 ? 0 : stage + 1;
         const int key = oldest + tile * C::KEYS;
-        if (key > warp_last || (window > 0 && key + C::KEYS - 1 <= warp_first - window)) continue;
+        if (key > warp_last || (args.window > 0 && key + C::KEYS - 1 <= warp_first - args.window)) continue;
 
         Scores<C> scores = {};
         multiply_queries_and_keys<T, C>(scores, queries, q_lane, stage_keys);
-        if (softcap > 0.0f) cap_scores<C>(scores, scale, softcap);
-        if (key + C::KEYS - 1 > warp_first || (window > 0 && key <= warp_last - window)) {
-            mask_scores<C>(scores, row_position, key, window, lane);
+        if (args.softcap > 0.0f) cap_scores<C>(scores, args.scale, args.softcap);
+        if (key + C::KEYS - 1 > warp_first || (args.window > 0 && key <= warp_last - args.window)) {
+            mask_scores<C>(scores, row_position, key, args.window, lane);
         }
         update_maxima<C>(scores, factor, maxima, totals, sums);
         accumulate_values<T, C>(scores, factor, maxima, stage_values, totals, sums);
@@ -624,35 +634,30 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 
     // 4. Write the output, or a partial result if several partitions share the keys of the row tile.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
-    __syncthreads();                                         // after this barrier, the pipeline memory can be reused
-    const int tile_index = blockIdx.y * kv_heads + kv_head;  // among the row tiles of all KV heads
-    float* const tile_partials = partials + (size_t)tile_index * gridDim.z * C::ROWS * (C::D + 2);
+    __syncthreads();  // after this barrier, the pipeline memory can be reused
+    const int tile_index = blockIdx.y * args.kv_heads + kv_head;  // among the row tiles of all KV heads
+    float* const tile_partials = args.partials + (size_t)tile_index * gridDim.z * C::ROWS * (C::D + 2);
     float* const partial = tile_partials + partition * C::ROWS * (C::D + 2);
     if constexpr (C::TEAMS == 1) {
-        store_results<T, C>(sums, maxima, totals, rows, row_sinks, warp_row, lane, partitions, out, partial);
+        store_results<T, C>(sums, maxima, totals, rows, row_sinks, warp_row, lane, partitions, args.out, partial);
     } else {
         float* const merge_sums = reinterpret_cast<float*>(shared + C::QUERY_BYTES);
-        merge_teams<T, C>(sums, maxima, totals, rows, row_sinks, merge_sums, team, lane, partitions, out, partial);
+        merge_teams<T, C>(sums, maxima, totals, rows, row_sinks, merge_sums, team, lane, partitions, args.out, partial);
     }
     if (partitions == 1) return;
 
     // 5. The last partition to finish combines all partial results. is_last_block resets the counter for the next
     // launch.
-    if (is_last_block(arrivals + tile_index, partitions))
-        combine_partitions<T, C>(tile_partials, partitions, rows, row_sinks, out);
+    if (is_last_block(args.arrivals + tile_index, partitions))
+        combine_partitions<T, C>(tile_partials, partitions, rows, row_sinks, args.out);
 }
 
 // TILES selects the table of tile sizes of the kernel (see constants.rs).
 #define DEFINE_KERNEL(NAME, TILES, ROWS, STAGES, D, T, SUFFIX)                                                         \
     using Tile_##NAME##_##D = FlashTile<D, ROWS, FLASH_##TILES##_TILES, STAGES>;                                       \
     extern "C" __global__ void __launch_bounds__(Tile_##NAME##_##D::THREADS, Tile_##NAME##_##D::MIN_BLOCKS)            \
-        flash_attention_##NAME##_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,        \
-                                                const uint32_t* positions, const uint32_t* tables,                     \
-                                                const uint4* row_tiles, float* partials, uint32_t* arrivals,           \
-                                                int table_blocks, int tokens, int heads, int kv_heads, int window,     \
-                                                float scale, float softcap, int min_tiles) {                           \
-        attention<T, Tile_##NAME##_##D>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,         \
-                                        table_blocks, tokens, heads, kv_heads, window, scale, softcap, min_tiles);     \
+        flash_attention_##NAME##_##D##_##SUFFIX(const __grid_constant__ FlashArguments<T> args) {                      \
+        attention<T, Tile_##NAME##_##D>(args);                                                                         \
     }
 // `TileKernel` in tile_kernel.rs selects the kernel.
 // The 16-row kernels are for sequences with few rows, as in decoding.

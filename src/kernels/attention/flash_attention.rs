@@ -4,6 +4,7 @@
 //! Each row tile is computed by one thread block, or by several that divide its keys: the partitions of the row tile.
 
 use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::inputs::AttentionInputs;
@@ -13,7 +14,10 @@ use super::shape::AttentionShape;
 use super::tile_kernel::{GpuLimits, RowCounts, TileKernel, fixed_partitions};
 use crate::kernels::SumOrder;
 use crate::kernels::constants::FLASH_HEAD_DIMS;
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
+use crate::kernels::launch::{
+    Arguments, Launch, LaunchShape, address, dtype_suffix, kernel_size, max_shared_bytes, module, multiprocessors,
+    optional_address,
+};
 use crate::kernels::scratch;
 
 /// A flash attention kernel and its launch shape, chosen for some or all queries of a pass.
@@ -68,6 +72,35 @@ pub struct FlashTensors<'t> {
     /// All counters must be zero before the launch. The kernel resets them to zero.
     pub arrivals: &'t Tensor,
 }
+
+/// Mirrors `FlashArguments` in `flash_attention.cu`.
+/// The tensors are device addresses, or 0 for tensors that are `None`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RawArguments {
+    q: u64,
+    k: u64,
+    v: u64,
+    sinks: u64,
+    out: u64,
+    positions: u64,
+    tables: u64,
+    row_tiles: u64,
+    partials: u64,
+    arrivals: u64,
+    table_blocks: i32,
+    tokens: i32,
+    heads: i32,
+    kv_heads: i32,
+    window: i32,
+    min_tiles: i32,
+    scale: f32,
+    softcap: f32,
+}
+
+const _: () = assert!(size_of::<RawArguments>() == 10 * 8 + 8 * 4);
+// SAFETY: the struct has C layout and contains only numbers.
+unsafe impl DeviceRepr for RawArguments {}
 
 /// Computes attention for all queries of a pass into `out`. The caller, [`super::attention`], has checked the inputs.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
@@ -220,30 +253,34 @@ impl FlashAttention {
     /// The caller guarantees that all of this data was written before the previous kernel started.
     pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;
-        let AttentionShape { heads, kv_heads, .. } = self.shape;
-        let (tiles, tokens) = match &self.rows {
+        let FlashTensors { q, layer: CachedLayer { k, v }, sinks, positions, tables, out, partials, arrivals } =
+            *tensors;
+        let (row_tiles, tokens) = match &self.rows {
             LaunchRows::Uniform { tokens } => (None, *tokens),
             LaunchRows::Listed(tiles) => (Some(tiles), 0),
         };
-        let arguments = Arguments::new()
-            .tensor(tensors.q)?
-            .tensor(tensors.layer.k)?
-            .tensor(tensors.layer.v)?
-            .optional(tensors.sinks)?
-            .tensor(tensors.out)?
-            .tensor(tensors.positions)?
-            .tensor(tensors.tables)?
-            .optional(tiles)?
-            .tensor(tensors.partials)?
-            .tensor(tensors.arrivals)?
-            .int(tensors.tables.dim(1)?)
-            .int(tokens)
-            .int(heads)
-            .int(kv_heads)
-            .int(self.mask.window.unwrap_or(0))
-            .float(self.mask.scale)
-            .float(self.mask.softcap.unwrap_or(0.0))
-            .int(self.min_tiles);
+        let raw = RawArguments {
+            q: address(q)?,
+            k: address(k)?,
+            v: address(v)?,
+            sinks: optional_address(sinks)?,
+            out: address(out)?,
+            positions: address(positions)?,
+            tables: address(tables)?,
+            row_tiles: optional_address(row_tiles)?,
+            partials: address(partials)?,
+            arrivals: address(arrivals)?,
+            table_blocks: kernel_size(tables.dim(1)?)?,
+            tokens: kernel_size(tokens)?,
+            heads: kernel_size(self.shape.heads)?,
+            kv_heads: kernel_size(self.shape.kv_heads)?,
+            window: kernel_size(self.mask.window.unwrap_or(0))?,
+            min_tiles: kernel_size(self.min_tiles)?,
+            scale: self.mask.scale,
+            softcap: self.mask.softcap.unwrap_or(0.0),
+        };
+        let used = [q, k, v, out, positions, tables, partials, arrivals].into_iter().chain(sinks).chain(row_tiles);
+        let arguments = Arguments::new().value(raw, used);
         Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
     }
 
