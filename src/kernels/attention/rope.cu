@@ -28,51 +28,59 @@ __device__ __forceinline__ float2 rotate(float a, float b, float cos, float sin)
     return make_float2(fmaf(a, cos, -__fmul_rn(b, sin)), fmaf(b, cos, __fmul_rn(a, sin)));
 }
 
-template <typename T, int HEADS>
-__device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict__ bias,
-                          const float* __restrict__ q_norm, const float* __restrict__ k_norm,
-                          const float* __restrict__ cos, const float* __restrict__ sin,
-                          const uint32_t* __restrict__ positions, T* __restrict__ q, T* __restrict__ k,
-                          T* __restrict__ v, const uint32_t* __restrict__ slots, int parts, int tokens, int heads,
-                          int kv_heads, int head_dim, int rotated, float eps) {
-    const int all = heads + 2 * kv_heads, warps_per_token = (all + HEADS - 1) / HEADS, half = rotated / 2;
+// The arguments of a kernel. The top of this file describes them. `RawArguments` in rope.rs mirrors them.
+template <typename T> struct SplitQkvArguments {
+    const float *qkv, *bias, *q_norm, *k_norm, *cos, *sin;
+    const uint32_t* positions;
+    T *q, *k, *v;
+    const uint32_t* slots;
+    int parts, tokens, heads, kv_heads, head_dim, rotated;
+    float eps;
+};
+// The last 4 bytes are padding.
+static_assert(sizeof(SplitQkvArguments<float>) == 11 * 8 + 8 * 4, "SplitQkvArguments must match RawArguments");
+
+template <typename T, int HEADS> __device__ void split_qkv(const SplitQkvArguments<T>& args) {
+    const int heads = args.heads, kv_heads = args.kv_heads, head_dim = args.head_dim;
+    const int all = heads + 2 * kv_heads, warps_per_token = (all + HEADS - 1) / HEADS, half = args.rotated / 2;
     const int lane = threadIdx.x % 32;
     const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / warps_per_token;
     pdl_wait();
     pdl_launch_dependents();
-    if (token >= tokens) return;
+    if (token >= args.tokens) return;
     const int first = item % warps_per_token * HEADS, count = min(HEADS, all - first);
 
-    const float *x = qkv + ((size_t)token * all + first) * head_dim, *added = bias + first * head_dim;
-    const size_t part_stride = (size_t)tokens * all * head_dim;
+    const float *x = args.qkv + ((size_t)token * all + first) * head_dim, *added = args.bias + first * head_dim;
+    const size_t part_stride = (size_t)args.tokens * all * head_dim;
     const auto biased = [&](int h, int i) {
         const int at = min(h, count - 1) * head_dim + i;
-        return sum_parts<HEADS == 1>(parts, [&](int part) { return x[part * part_stride + at]; }) +
-               (bias ? added[at] : 0.0f);
+        return sum_parts<HEADS == 1>(args.parts, [&](int part) { return x[part * part_stride + at]; }) +
+               (args.bias ? added[at] : 0.0f);
     };
     const auto is_query = [&](int h) { return first + h < heads; };
     const auto is_rotated = [&](int h) { return first + h < heads + kv_heads; };
     float scale[HEADS];
-    if (q_norm) {
+    if (args.q_norm) {
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
             float squares = 0.0f;
             for (int i = lane; i < head_dim; i += 32) squares += biased(h, i) * biased(h, i);
-            scale[h] = rsqrtf(warp_sum(squares) / head_dim + eps);
+            scale[h] = rsqrtf(warp_sum(squares) / head_dim + args.eps);
         }
     }
     const auto value = [&](int h, int i) {
         const float whole = biased(h, i);
-        return q_norm && is_rotated(h) ? whole * scale[h] * (is_query(h) ? q_norm : k_norm)[i] : whole;
+        return args.q_norm && is_rotated(h) ? whole * scale[h] * (is_query(h) ? args.q_norm : args.k_norm)[i] : whole;
     };
-    const size_t cache_row = slots[token];
+    const size_t cache_row = args.slots[token];
     const auto out = [&](int h) {
         const int head = first + h;
-        return is_query(h)     ? q + ((size_t)token * heads + head) * head_dim
-               : is_rotated(h) ? k + (cache_row * kv_heads + head - heads) * head_dim
-                               : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
+        return is_query(h)     ? args.q + ((size_t)token * heads + head) * head_dim
+               : is_rotated(h) ? args.k + (cache_row * kv_heads + head - heads) * head_dim
+                               : args.v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
     };
-    const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
+    const float *c = args.cos + (size_t)args.positions[token] * half,
+                *s = args.sin + (size_t)args.positions[token] * half;
     // Unrolling lets the loads of two iterations run before the stores of the first.
 #pragma unroll 2
     for (int i = lane; i < half; i += 32) {
@@ -110,41 +118,37 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
 // A lane loads four elements at once, so qkv, bias, cos and sin must be aligned to 16 bytes.
 // If PARTS is false, qkv has one part.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
-template <typename T, int HEADS, bool PARTS>
-__device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __restrict__ bias,
-                               const float* __restrict__ cos, const float* __restrict__ sin,
-                               const uint32_t* __restrict__ positions, T* __restrict__ q, T* __restrict__ k,
-                               T* __restrict__ v, const uint32_t* __restrict__ slots, int parts, int tokens, int heads,
-                               int kv_heads, int head_dim) {
+template <typename T, int HEADS, bool PARTS> __device__ void split_qkv_wide(const SplitQkvArguments<T>& args) {
+    const int heads = args.heads, kv_heads = args.kv_heads, head_dim = args.head_dim;
     const int all = heads + 2 * kv_heads, half = head_dim / 2, lanes = head_dim / 8, at_once = 32 / lanes;
     const int warps_per_token = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
     const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / warps_per_token;
     pdl_wait();
     pdl_launch_dependents();
-    if (token >= tokens) return;
+    if (token >= args.tokens) return;
     const int first = item % warps_per_token * HEADS * at_once + lane / lanes, i = lane % lanes * 4;
-    const size_t part_stride = (size_t)tokens * all * head_dim;
+    const size_t part_stride = (size_t)args.tokens * all * head_dim;
     const auto load = [](const float* from) { return *reinterpret_cast<const float4*>(from); };
     float4 a[HEADS], b[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
         const int head = first + h * at_once;
         if (head >= all) continue;
-        const float* x = qkv + ((size_t)token * all + head) * head_dim + i;
-        a[h] = sum_parts<PARTS>(parts, [&](int part) { return load(x + part * part_stride); });
-        b[h] = sum_parts<PARTS>(parts, [&](int part) { return load(x + part * part_stride + half); });
+        const float* x = args.qkv + ((size_t)token * all + head) * head_dim + i;
+        a[h] = sum_parts<PARTS>(args.parts, [&](int part) { return load(x + part * part_stride); });
+        b[h] = sum_parts<PARTS>(args.parts, [&](int part) { return load(x + part * part_stride + half); });
     }
-    const size_t cache_row = slots[token], angles = (size_t)positions[token] * half + i;
-    const float4 cos_4 = load(cos + angles), sin_4 = load(sin + angles);
+    const size_t cache_row = args.slots[token], angles = (size_t)args.positions[token] * half + i;
+    const float4 cos_4 = load(args.cos + angles), sin_4 = load(args.sin + angles);
     const float c[4] = {cos_4.x, cos_4.y, cos_4.z, cos_4.w}, s[4] = {sin_4.x, sin_4.y, sin_4.z, sin_4.w};
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
         const int head = first + h * at_once;
         if (head >= all) continue;
         float low[4] = {a[h].x, a[h].y, a[h].z, a[h].w}, high[4] = {b[h].x, b[h].y, b[h].z, b[h].w};
-        if (bias) {
-            const float4 e = load(bias + (size_t)head * head_dim + i),
-                         f = load(bias + (size_t)head * head_dim + i + half);
+        if (args.bias) {
+            const float4 e = load(args.bias + (size_t)head * head_dim + i),
+                         f = load(args.bias + (size_t)head * head_dim + i + half);
             low[0] += e.x, low[1] += e.y, low[2] += e.z, low[3] += e.w;
             high[0] += f.x, high[1] += f.y, high[2] += f.z, high[3] += f.w;
         }
@@ -155,33 +159,20 @@ __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __res
                 low[n] = pair.x, high[n] = pair.y;
             }
         }
-        T* row = head < heads              ? q + ((size_t)token * heads + head) * head_dim
-                 : head < heads + kv_heads ? k + (cache_row * kv_heads + head - heads) * head_dim
-                                           : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
+        T* row = head < heads              ? args.q + ((size_t)token * heads + head) * head_dim
+                 : head < heads + kv_heads ? args.k + (cache_row * kv_heads + head - heads) * head_dim
+                                           : args.v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
         store_4(row + i, low);
         store_4(row + i + half, high);
     }
 }
 
-#define DEFINE_KERNEL(T, NAME, HEADS)                                                                                  \
-    extern "C" __global__ void NAME(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,     \
-                                    const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v,   \
-                                    const uint32_t* slots, int parts, int tokens, int heads, int kv_heads,             \
-                                    int head_dim, int rotated, float eps) {                                            \
-        split_qkv<T, HEADS>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, slots, parts, tokens, heads,      \
-                            kv_heads, head_dim, rotated, eps);                                                         \
-    }
-#define DEFINE_WIDE(T, NAME, PARTS)                                                                                    \
-    extern "C" __global__ void NAME(const float* qkv, const float* bias, const float*, const float*, const float* cos, \
-                                    const float* sin, const uint32_t* positions, T* q, T* k, T* v,                     \
-                                    const uint32_t* slots, int parts, int tokens, int heads, int kv_heads,             \
-                                    int head_dim, int, float) {                                                        \
-        split_qkv_wide<T, ROPE_WIDE_HEADS, PARTS>(qkv, bias, cos, sin, positions, q, k, v, slots, parts, tokens,       \
-                                                  heads, kv_heads, head_dim);                                          \
-    }
+// The argument is not __grid_constant__: with it, split_qkv_wide needs 54 registers instead of 48 (CUDA 13.0, H200).
+#define DEFINE_KERNEL(NAME, FUNCTION, T)                                                                               \
+    extern "C" __global__ void NAME(const SplitQkvArguments<T> args) { FUNCTION(args); }
 #define DEFINE(T, SUFFIX)                                                                                              \
-    DEFINE_KERNEL(T, split_qkv_##SUFFIX, ROPE_HEADS_PER_WARP)                                                          \
-    DEFINE_KERNEL(T, split_qkv_few_tokens_##SUFFIX, 1)                                                                 \
-    DEFINE_WIDE(T, split_qkv_wide_##SUFFIX, false)                                                                     \
-    DEFINE_WIDE(T, split_qkv_wide_parts_##SUFFIX, true)
+    DEFINE_KERNEL(split_qkv_##SUFFIX, (split_qkv<T, ROPE_HEADS_PER_WARP>), T)                                          \
+    DEFINE_KERNEL(split_qkv_few_tokens_##SUFFIX, (split_qkv<T, 1>), T)                                                 \
+    DEFINE_KERNEL(split_qkv_wide_##SUFFIX, (split_qkv_wide<T, ROPE_WIDE_HEADS, false>), T)                             \
+    DEFINE_KERNEL(split_qkv_wide_parts_##SUFFIX, (split_qkv_wide<T, ROPE_WIDE_HEADS, true>), T)
 FOR_EACH_DTYPE(DEFINE)

@@ -200,40 +200,76 @@ fn reference(
 #[cfg(feature = "cuda")]
 mod with_cuda {
     use candle_core::cuda_backend::CudaDevice;
+    use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
     use candle_core::{Result, Tensor};
 
-    use super::{HeadSizes, Rotation, SplitQkvInputs};
+    use super::{CachedLayer, HeadSizes, Rotation, SplitQkvInputs};
     use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP, ROPE_WIDE_HEADS};
-    use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
+    use crate::kernels::launch::{
+        Arguments, Launch, LaunchShape, address, dtype_suffix, kernel_size, module, optional_address,
+    };
     use crate::kernels::scratch;
+
+    /// Mirrors `SplitQkvArguments` in `rope.cu`. The tensors are device addresses, or 0 for tensors that are `None`.
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct RawArguments {
+        qkv: u64,
+        bias: u64,
+        q_norm: u64,
+        k_norm: u64,
+        cos: u64,
+        sin: u64,
+        positions: u64,
+        q: u64,
+        k: u64,
+        v: u64,
+        slots: u64,
+        parts: i32,
+        tokens: i32,
+        heads: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        rotated: i32,
+        eps: f32,
+    }
+
+    // The last 4 bytes are padding.
+    const _: () = assert!(size_of::<RawArguments>() == 11 * 8 + 8 * 4);
+    // SAFETY: the struct has C layout and contains only numbers. The kernels do not read the padding.
+    unsafe impl DeviceRepr for RawArguments {}
 
     /// Computes `split_qkv` on a GPU. The caller, [`super::split_qkv`], has checked all shapes and dtypes.
     pub fn split_qkv(device: &CudaDevice, inputs: SplitQkvInputs) -> Result<Tensor> {
-        let SplitQkvInputs { qkv, bias, norms, rotation, sizes, layer, slots } = inputs;
+        let SplitQkvInputs { qkv, bias, norms, rotation, sizes, layer: CachedLayer { k, v }, slots } = inputs;
         let Rotation { cos, sin, positions } = rotation;
         let HeadSizes { heads, kv_heads, head_dim } = sizes;
-        let ((parts, tokens, _), (_, half), dtype) = (qkv.dims3()?, cos.dims2()?, layer.k.dtype());
+        let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
+        let ((parts, tokens, _), (_, half), dtype) = (qkv.dims3()?, cos.dims2()?, k.dtype());
         // SAFETY: the kernel writes every element of `q`.
         let q = unsafe { scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
-        let arguments = Arguments::new()
-            .tensor(qkv)?
-            .optional(bias)?
-            .optional(norms.map(|norms| norms.q))?
-            .optional(norms.map(|norms| norms.k))?
-            .tensor(cos)?
-            .tensor(sin)?
-            .tensor(positions)?
-            .tensor(&q)?
-            .tensor(layer.k)?
-            .tensor(layer.v)?
-            .tensor(slots)?
-            .int(parts)
-            .int(tokens)
-            .int(heads)
-            .int(kv_heads)
-            .int(head_dim)
-            .int(2 * half)
-            .float(norms.map_or(0.0, |norms| norms.eps));
+        let raw = RawArguments {
+            qkv: address(qkv)?,
+            bias: optional_address(bias)?,
+            q_norm: optional_address(q_norm)?,
+            k_norm: optional_address(k_norm)?,
+            cos: address(cos)?,
+            sin: address(sin)?,
+            positions: address(positions)?,
+            q: address(&q)?,
+            k: address(k)?,
+            v: address(v)?,
+            slots: address(slots)?,
+            parts: kernel_size(parts)?,
+            tokens: kernel_size(tokens)?,
+            heads: kernel_size(heads)?,
+            kv_heads: kernel_size(kv_heads)?,
+            head_dim: kernel_size(head_dim)?,
+            rotated: kernel_size(2 * half)?,
+            eps: norms.map_or(0.0, |norms| norms.eps),
+        };
+        let used = [qkv, cos, sin, positions, &q, k, v, slots].into_iter().chain(bias).chain(q_norm).chain(k_norm);
+        let arguments = Arguments::new().value(raw, used);
         let mut is_wide = norms.is_none() && 2 * half == head_dim && matches!(head_dim, 64 | 128 | 256);
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
