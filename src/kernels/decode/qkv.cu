@@ -1,6 +1,7 @@
 // Computes the queries, keys and values of one token: applies RMSNorm, the projection and its bias, and then RoPE to
 // queries and keys. Writes the queries to a buffer, and the keys and values to the KV cache.
-// If the model has QK norms, writes the queries and keys to `raw` instead, without RoPE, and decode_qk_norm follows.
+// If the model has QK norms, writes the queries and keys to `unnormalized` instead, without RoPE, and decode_qk_norm
+// follows.
 //
 //   x, norm: f32 [columns]; `norm` is the weight of the RMSNorm
 //   weight: T [(heads + 2 · kv_heads) · head_dim, columns], or up to three quantized matrices
@@ -10,7 +11,7 @@
 //   q: T [heads, head_dim]
 //   k, v: the KV cache; see attention/paged.cuh
 //   table: u32 [blocks], the block table of the sequence
-//   raw: f32 [heads + kv_heads, head_dim], or null if the model has no QK norms
+//   unnormalized: f32 [heads + kv_heads, head_dim], or null if the model has no QK norms
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
@@ -21,11 +22,12 @@
 #include "headers/pdl.cuh"
 
 // The output buffers of the projection, and the bias and the RoPE tables, which QkvPair applies to the outputs.
+// The top of this file describes the fields. `RawTarget` in qkv.rs mirrors this struct.
 template <typename T> struct QkvTarget {
     const float *bias, *cos, *sin;
     T *q, *k, *v;
     const uint32_t* table;
-    float* raw;
+    float* unnormalized;
     int heads, kv_heads, head_dim, rotated;
 
     __device__ __forceinline__ int units() const { return (heads + 2 * kv_heads) * (head_dim / 2); }
@@ -37,6 +39,7 @@ template <typename T> struct QkvTarget {
         return unit / (head_dim / 2) * head_dim + in_head(unit, r);
     }
 };
+static_assert(sizeof(QkvTarget<__half>) == 8 * 8 + 4 * 4, "QkvTarget must match RawTarget");
 
 // The two outputs of a unit.
 // The constructor loads the biases, cosine and sine before the dot products are computed, to hide the latency.
@@ -55,14 +58,14 @@ template <typename T> struct QkvPair {
         sin = rotates ? __ldg(to.sin + (size_t)position * half + first) : 0.0f;
     }
 
-    // Adds the biases to the dot products `a` and `b`. If decode_qk_norm follows, stores queries and keys in `raw`.
-    // Otherwise, applies RoPE to queries and keys and stores them in q and k. Always stores values in v.
-    // `row` is the row of the KV cache for this position.
+    // Adds the biases to the dot products `a` and `b`. If decode_qk_norm follows, stores queries and keys in
+    // `unnormalized`. Otherwise, applies RoPE to queries and keys and stores them in q and k. Always stores values in
+    // v. `row` is the row of the KV cache for this position.
     __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
         const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;
         a += a_bias, b += b_bias;
-        if (to.raw && head < to.heads + to.kv_heads) {
-            to.raw[base + first] = a, to.raw[base + second] = b;
+        if (to.unnormalized && head < to.heads + to.kv_heads) {
+            to.unnormalized[base + first] = a, to.unnormalized[base + second] = b;
             return;
         }
         T* out = head < to.heads                 ? to.q + base
@@ -74,71 +77,70 @@ template <typename T> struct QkvPair {
 
 template <typename T>
 __device__ void decode_qkv(const float* x, const float* norm, const T* weight, const uint32_t* state,
-                           const QkvTarget<T>& qkv, int columns, float eps) {
+                           const QkvTarget<T>& to, int columns, float eps) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[DECODE_MAX_WARPS];
     const DenseInput input{shared, columns / 8};
-    const auto row = [=](int unit, int r) { return as_segments(weight + (size_t)qkv.row(unit, r) * columns); };
-    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, qkv.units(), row);
+    const auto row = [=](int unit, int r) { return as_segments(weight + (size_t)to.row(unit, r) * columns); };
+    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, to.units(), row);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, scratch);
     const int position = __ldcg(state + STATE_POSITION);
-    const uint32_t row_in_cache = cache_row(qkv.table, position);
+    const uint32_t row_in_cache = cache_row(to.table, position);
     while (stream.has_unit()) {
-        const QkvPair<T> pair(qkv, stream.unit, position);
+        const QkvPair<T> pair(to, stream.unit, position);
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) pair.store(qkv, row_in_cache, sum[0] * scale, sum[1] * scale);
+        if (stream.lane == 0) pair.store(to, row_in_cache, sum[0] * scale, sum[1] * scale);
     }
 }
 
 template <typename T>
 __device__ void quantized_qkv(const float* x, const float* norm, const QuantizedStack& weight, const uint32_t* state,
-                              const QkvTarget<T>& qkv, int columns, float eps, QuantizationArgs quantization) {
+                              const QkvTarget<T>& to, int columns, float eps, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
     const auto row = [&](int unit, int r, int& matrix) {
-        const int row = qkv.row(unit, r);
+        const int row = to.row(unit, r);
         matrix = row < weight.row_ends[0] ? 0 : row < weight.row_ends[1] ? 1 : 2;
         return matrix == 0 ? row : row - weight.row_ends[matrix - 1];
     };
-    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, qkv.units(), row);
+    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, to.units(), row);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
     const int position = __ldcg(state + STATE_POSITION);
-    const uint32_t row_in_cache = cache_row(qkv.table, position);
+    const uint32_t row_in_cache = cache_row(to.table, position);
     while (stream.has_unit()) {
-        const QkvPair<T> pair(qkv, stream.unit, position);
+        const QkvPair<T> pair(to, stream.unit, position);
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) pair.store(qkv, row_in_cache, sum[0] * scale, sum[1] * scale);
+        if (stream.lane == 0) pair.store(to, row_in_cache, sum[0] * scale, sum[1] * scale);
     }
 }
 
-// Applies the QK norms and then RoPE to each head of q and k.
+// Applies the QK norms and then RoPE to each head of q and k, which decode_qkv has stored in `unnormalized`.
 // Writes the queries to their buffer and the keys to the KV cache.
-//   raw: f32 [heads + kv_heads, head_dim]
 //   q_norm, k_norm: f32 [head_dim]
-//   cos, sin, state, q, k, table: see the top of this file
+//   state, to: as for decode_qkv
 //   grid and block: one warp per head of q and k
 //   bytes moved: (4 + sizeof(T)) · (heads + kv_heads) · head_dim
 template <typename T>
-__device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,
-                               const float* sin, const uint32_t* state, T* q, T* k, const uint32_t* table, int heads,
-                               int kv_heads, int head_dim, int rotated, float eps) {
-    const int head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, half = rotated / 2;
+__device__ void decode_qk_norm(const float* q_norm, const float* k_norm, const uint32_t* state, const QkvTarget<T>& to,
+                               float eps) {
+    const int heads = to.heads, head_dim = to.head_dim, half = to.rotated / 2;
+    const int head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     pdl_wait();
     pdl_launch_dependents();
-    if (head >= heads + kv_heads) return;
+    if (head >= heads + to.kv_heads) return;
     const int position = __ldcg(state + STATE_POSITION);
-    const float *x = raw + (size_t)head * head_dim, *weight = head < heads ? q_norm : k_norm;
-    const float *c = cos + (size_t)position * half, *s = sin + (size_t)position * half;
-    T* out = head < heads ? q + (size_t)head * head_dim
-                          : k + ((size_t)cache_row(table, position) * kv_heads + head - heads) * head_dim;
+    const float *x = to.unnormalized + (size_t)head * head_dim, *weight = head < heads ? q_norm : k_norm;
+    const float *c = to.cos + (size_t)position * half, *s = to.sin + (size_t)position * half;
+    T* out = head < heads ? to.q + (size_t)head * head_dim
+                          : to.k + ((size_t)cache_row(to.table, position) * to.kv_heads + head - heads) * head_dim;
     float squares = 0.0f;
     for (int i = lane; i < head_dim; i += 32) squares += __ldcg(x + i) * __ldcg(x + i);
     const float scale = rsqrtf(warp_sum(squares) / head_dim + eps);
@@ -146,30 +148,25 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
         const float a = __ldcg(x + i) * scale * weight[i], b = __ldcg(x + i + half) * scale * weight[i + half];
         out[i] = from_float<T>(a * c[i] - b * s[i]), out[i + half] = from_float<T>(b * c[i] + a * s[i]);
     }
-    for (int i = rotated + lane; i < head_dim; i += 32) out[i] = from_float<T>(__ldcg(x + i) * scale * weight[i]);
+    for (int i = to.rotated + lane; i < head_dim; i += 32) out[i] = from_float<T>(__ldcg(x + i) * scale * weight[i]);
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
-        decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,   \
-                            const float* sin, const uint32_t* state, T* q, T* k, T* v, const uint32_t* table,          \
-                            float* raw, int columns, int heads, int kv_heads, int head_dim, int rotated, float eps) {  \
-        const QkvTarget<T> target{bias, cos, sin, q, k, v, table, raw, heads, kv_heads, head_dim, rotated};            \
-        decode_qkv<T>(x, norm, weight, state, target, columns, eps);                                                   \
+        decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const uint32_t* state,                 \
+                            const __grid_constant__ QkvTarget<T> to, int columns, float eps) {                         \
+        decode_qkv<T>(x, norm, weight, state, to, columns, eps);                                                       \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,       \
-                               const float* bias, const float* cos, const float* sin, const uint32_t* state, T* q,     \
-                               T* k, T* v, const uint32_t* table, float* raw, int columns, int heads, int kv_heads,    \
-                               int head_dim, int rotated, float eps, int quantization, float static_scale) {           \
-        const QkvTarget<T> target{bias, cos, sin, q, k, v, table, raw, heads, kv_heads, head_dim, rotated};            \
-        quantized_qkv<T>(x, norm, weight, state, target, columns, eps, {quantization, static_scale});                  \
+                               const uint32_t* state, const __grid_constant__ QkvTarget<T> to, int columns, float eps, \
+                               int quantization, float static_scale) {                                                 \
+        quantized_qkv<T>(x, norm, weight, state, to, columns, eps, {quantization, static_scale});                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)                                                      \
-        decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \
-                                const float* sin, const uint32_t* state, T* q, T* k, const uint32_t* table, int heads, \
-                                int kv_heads, int head_dim, int rotated, float eps) {                                  \
-        decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, table, heads, kv_heads, head_dim, rotated, eps); \
+        decode_qk_norm_##SUFFIX(const float* q_norm, const float* k_norm, const uint32_t* state,                       \
+                                const __grid_constant__ QkvTarget<T> to, float eps) {                                  \
+        decode_qk_norm<T>(q_norm, k_norm, state, to, eps);                                                             \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

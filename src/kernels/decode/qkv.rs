@@ -1,11 +1,14 @@
 //! Launches the QKV projection for one token (`qkv.cu`).
 
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::attention::CachedLayer;
-use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, dtype_suffix, module};
+use crate::kernels::launch::{
+    Arguments, Launch, LaunchList, LaunchShape, address, dtype_suffix, kernel_size, module, optional_address,
+};
 use crate::kernels::matrix::Matrix;
 
 /// The query, key and value projections of a layer, with the RoPE tables and the output buffers.
@@ -37,8 +40,30 @@ pub struct QkNormBuffers<'t> {
     pub k: &'t Tensor,
     pub eps: f32,
     /// The buffer for q and k between the projection and the norms: f32 `[heads + kv_heads, head_dim]`.
-    pub scratch: &'t Tensor,
+    pub unnormalized: &'t Tensor,
 }
+
+/// Mirrors `QkvTarget` in `qkv.cu`. The tensors are device addresses, or 0 for tensors that are `None`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RawTarget {
+    bias: u64,
+    cos: u64,
+    sin: u64,
+    q: u64,
+    k: u64,
+    v: u64,
+    table: u64,
+    unnormalized: u64,
+    heads: i32,
+    kv_heads: i32,
+    head_dim: i32,
+    rotated: i32,
+}
+
+const _: () = assert!(size_of::<RawTarget>() == 8 * 8 + 4 * 4);
+// SAFETY: the struct has C layout and contains only integers.
+unsafe impl DeviceRepr for RawTarget {}
 
 /// Adds a launch that applies a layer's norm, the QKV projection and its bias to `x`, and then RoPE to q and k.
 /// If there are QK norms, this launch does not apply RoPE. A second launch then applies the QK norms and RoPE.
@@ -69,26 +94,31 @@ pub fn add_qkv(
     if let Some(norms) = qk_norm {
         check_f32("the query norm", norms.q, head_dim)?;
         check_f32("the key norm", norms.k, head_dim)?;
-        check_f32("the scratch buffer for q and k", norms.scratch, (heads + kv_heads) * head_dim)?;
+        check_f32("the buffer for unnormalized q and k", norms.unnormalized, (heads + kv_heads) * head_dim)?;
     }
+    let unnormalized = qk_norm.map(|norms| norms.unnormalized);
+    let target = RawTarget {
+        bias: optional_address(bias)?,
+        cos: address(cos)?,
+        sin: address(sin)?,
+        q: address(q)?,
+        k: address(k)?,
+        v: address(v)?,
+        table: address(table)?,
+        unnormalized: optional_address(unnormalized)?,
+        heads: kernel_size(heads)?,
+        kv_heads: kernel_size(kv_heads)?,
+        head_dim: kernel_size(head_dim)?,
+        rotated: kernel_size(2 * half_rotated)?,
+    };
+    let target_tensors = || [cos, sin, q, k, v, table].into_iter().chain(bias).chain(unnormalized);
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
         .weight(weight)?
-        .optional(bias)?
-        .tensor(cos)?
-        .tensor(sin)?
         .tensor(&buffers.state)?
-        .tensor(q)?
-        .tensor(k)?
-        .tensor(v)?
-        .tensor(table)?
-        .optional(qk_norm.map(|norms| norms.scratch))?
+        .value(target, target_tensors())
         .int(columns)
-        .int(heads)
-        .int(kv_heads)
-        .int(head_dim)
-        .int(2 * half_rotated)
         .float(norm.eps)
         .quantization_of(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
@@ -99,22 +129,14 @@ pub fn add_qkv(
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
-        .tensor(norms.scratch)?
         .tensor(norms.q)?
         .tensor(norms.k)?
-        .tensor(cos)?
-        .tensor(sin)?
         .tensor(&buffers.state)?
-        .tensor(q)?
-        .tensor(k)?
-        .tensor(table)?
-        .int(heads)
-        .int(kv_heads)
-        .int(head_dim)
-        .int(2 * half_rotated)
+        .value(target, target_tensors())
         .float(norms.eps);
     let shape = LaunchShape::one_warp_each(heads + kv_heads);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
-    // SAFETY: as for the first launch. The scratch buffer and the QK norm weights are also checked above.
+    // SAFETY: as for the first launch. The buffer for unnormalized q and k and the QK norm weights are also
+    // checked above.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

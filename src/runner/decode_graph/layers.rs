@@ -101,7 +101,7 @@ pub(super) fn add_attention(
         q: &q.weight,
         k: &k.weight,
         eps: q.eps,
-        scratch: &unnormalized_qk,
+        unnormalized: &unnormalized_qk,
     });
     let qkv = QkvProjection {
         weight: &qkv_proj.weight,
