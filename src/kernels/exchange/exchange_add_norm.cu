@@ -21,11 +21,14 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 
 // ---- partial results ----
 
+// The forms of partial results. Each form is a kernel argument, which a struct in exchange_add_norm.rs mirrors.
 // `rounded` and `exact` return 8 columns of a row, from column i on. No returned word is EMPTY.
 // `rounded` returns four words with two bf16 values each. `exact` returns f32 values.
+// ROW_BLOCKS is the number of blocks per multiprocessor in the kernels for rows of one segment.
 
 // Partial results: Y [rows, columns]. `exact` requires f32.
 template <typename Y> struct PartialRows {
+    static constexpr int ROW_BLOCKS = EXCHANGE_ROW_BLOCKS;
     const Y* values;
     int columns;
 
@@ -45,6 +48,7 @@ template <typename Y> struct PartialRows {
 // Partial results that are the sums of the parts of a product (dense_wgmma.cu).
 //   product: f32 [parts, part_size / columns, columns]
 struct ProductParts {
+    static constexpr int ROW_BLOCKS = 1;  // adding up the parts needs many registers
     const float* product;
     int columns, parts, part_size;
 
@@ -73,6 +77,7 @@ struct ProductParts {
 //   outputs: bf16 [rows, chosen, columns]; `columns` is a multiple of 8
 //   weights: f32 [rows, chosen]
 struct ExpertRows {
+    static constexpr int ROW_BLOCKS = EXCHANGE_ROW_BLOCKS;
     const __nv_bfloat16* outputs;
     const float* weights;
     int columns, chosen;
@@ -94,6 +99,11 @@ struct ExpertRows {
         }
     }
 };
+
+// Each struct may end with padding.
+static_assert(sizeof(PartialRows<float>) == 16, "PartialRows must match RawPartialRows");
+static_assert(sizeof(ProductParts) == 24, "ProductParts must match RawProductParts");
+static_assert(sizeof(ExpertRows) == 24, "ExpertRows must match RawExpertRows");
 
 // ---- rows ----
 
@@ -245,48 +255,25 @@ __device__ void exchange_add_norm(const float* x, const Partial& partial, const 
     }
 }
 
-// Defines kernels for rows of one segment and for wider rows. The name of a kernel ends with SEGMENTS.
-#define FOR_EACH_SEGMENTS(DEFINE, ...) DEFINE(1, __VA_ARGS__) DEFINE(4, __VA_ARGS__)
-static_assert(EXCHANGE_ROW_SEGMENTS == 4, "FOR_EACH_SEGMENTS must define kernels for EXCHANGE_ROW_SEGMENTS segments");
-// Blocks per multiprocessor. Several small blocks have more rows in flight.
-// In the kernels that add up the parts of a product, a block of the maximum size needs all registers.
-#define ROW_BLOCKS(SEGMENTS) (SEGMENTS == 1 ? EXCHANGE_ROW_BLOCKS : 1)
+// Defines the kernels for one form of partial results: DEFINE(name, Partial, T, SEGMENTS) for each T and SEGMENTS.
+#define DEFINE_FORM(DEFINE, NAME, Partial)                                                                             \
+    DEFINE(NAME##_f32_1, Partial, float, 1)                                                                            \
+    DEFINE(NAME##_f32_4, Partial, float, 4)                                                                            \
+    DEFINE(NAME##_bf16_1, Partial, __nv_bfloat16, 1)                                                                   \
+    DEFINE(NAME##_bf16_4, Partial, __nv_bfloat16, 4)
+static_assert(EXCHANGE_ROW_SEGMENTS == 4, "DEFINE_FORM must define kernels for EXCHANGE_ROW_SEGMENTS segments");
+#define ROW_BOUNDS(Partial, SEGMENTS) __launch_bounds__(EXCHANGE_ROW_THREADS, SEGMENTS == 1 ? Partial::ROW_BLOCKS : 1)
 
-#define DEFINE_ADD_NORM(SEGMENTS, Y, Y_SUFFIX, T, SUFFIX)                                                              \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(SEGMENTS))                           \
-        exchange_add_norm_##Y_SUFFIX##_##SUFFIX##_##SEGMENTS(const float* x, const Y* partial, const float* bias,      \
-                                                             const float* weight, float* sum, T* normed,               \
-                                                             const __grid_constant__ Mailboxes mailboxes, int columns, \
-                                                             float eps) {                                              \
-        exchange_add_norm<SEGMENTS>(x, PartialRows<Y>{partial, columns}, bias, weight, sum, normed, mailboxes, eps);   \
+#define DEFINE_ADD_NORM(NAME, Partial, T, SEGMENTS)                                                                    \
+    extern "C" __global__ void ROW_BOUNDS(Partial, SEGMENTS)                                                           \
+        NAME(const float* x, const __grid_constant__ Partial partial, const float* bias, const float* weight,          \
+             float* sum, T* normed, const __grid_constant__ Mailboxes mailboxes, float eps) {                          \
+        exchange_add_norm<SEGMENTS>(x, partial, bias, weight, sum, normed, mailboxes, eps);                            \
     }
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM, float, f32, float, f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM, float, f32, __nv_bfloat16, bf16)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM, __nv_bfloat16, bf16, float, f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM, __nv_bfloat16, bf16, __nv_bfloat16, bf16)
-#define DEFINE_ADD_NORM_PARTS(SEGMENTS, T, SUFFIX)                                                                     \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_parts_##SUFFIX##_##SEGMENTS(const float* x, const float* product, const float* bias,         \
-                                                      const float* weight, float* sum, T* normed,                      \
-                                                      const __grid_constant__ Mailboxes mailboxes, int columns,        \
-                                                      int parts, int part_size, float eps) {                           \
-        exchange_add_norm<SEGMENTS>(x, ProductParts{product, columns, parts, part_size}, bias, weight, sum, normed,    \
-                                    mailboxes, eps);                                                                   \
-    }
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_PARTS, float, f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_PARTS, __nv_bfloat16, bf16)
-#define DEFINE_ADD_NORM_EXPERTS(SEGMENTS, T, SUFFIX)                                                                   \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(SEGMENTS))                           \
-        exchange_add_norm_experts_##SUFFIX##_##SEGMENTS(const float* x, const __nv_bfloat16* outputs,                  \
-                                                        const float* expert_weights, const float* bias,                \
-                                                        const float* weight, float* sum, T* normed,                    \
-                                                        const __grid_constant__ Mailboxes mailboxes, int columns,      \
-                                                        int chosen, float eps) {                                       \
-        exchange_add_norm<SEGMENTS>(x, ExpertRows{outputs, expert_weights, columns, chosen}, bias, weight, sum,        \
-                                    normed, mailboxes, eps);                                                           \
-    }
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_EXPERTS, float, f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_EXPERTS, __nv_bfloat16, bf16)
+DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_f32, PartialRows<float>)
+DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_bf16, PartialRows<__nv_bfloat16>)
+DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_parts, ProductParts)
+DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_experts, ExpertRows)
 
 // Like exchange_add_norm, but every rank computes all rows.
 // The ranks send `partial` but no normalized rows, which takes less time for few rows.
@@ -397,45 +384,18 @@ __device__ void exchange_add_norm_all(const float* x, const Partial& partial, co
     }
 }
 
-#define DEFINE_ADD_NORM_ALL(SEGMENTS, ROUNDED, Y, T, SUFFIX)                                                           \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(SEGMENTS))                           \
-        exchange_add_norm_all_##SUFFIX##_##SEGMENTS(const float* x, const Y* partial, const float* bias,               \
-                                                    const float* weight, float* sum, T* normed,                        \
-                                                    const __grid_constant__ Mailboxes mailboxes, int rows,             \
-                                                    int columns, float eps) {                                          \
-        exchange_add_norm_all<SEGMENTS, ROUNDED>(x, PartialRows<Y>{partial, columns}, bias, weight, sum, normed,       \
-                                                 mailboxes, rows, eps);                                                \
+#define DEFINE_ADD_NORM_ALL(NAME, Partial, T, SEGMENTS, ROUNDED)                                                       \
+    extern "C" __global__ void ROW_BOUNDS(Partial, SEGMENTS)                                                           \
+        NAME(const float* x, const __grid_constant__ Partial partial, const float* bias, const float* weight,          \
+             float* sum, T* normed, const __grid_constant__ Mailboxes mailboxes, int rows, float eps) {                \
+        exchange_add_norm_all<SEGMENTS, ROUNDED>(x, partial, bias, weight, sum, normed, mailboxes, rows, eps);         \
     }
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL, false, float, float, exact_f32_f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL, false, float, __nv_bfloat16, exact_f32_bf16)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL, true, float, float, rounded_f32_f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL, true, float, __nv_bfloat16, rounded_f32_bf16)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL, true, __nv_bfloat16, float, rounded_bf16_f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL, true, __nv_bfloat16, __nv_bfloat16, rounded_bf16_bf16)
-#define DEFINE_ADD_NORM_ALL_PARTS(SEGMENTS, ROUNDED, T, SUFFIX)                                                        \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_all_##SUFFIX##_##SEGMENTS(const float* x, const float* product, const float* bias,           \
-                                                    const float* weight, float* sum, T* normed,                        \
-                                                    const __grid_constant__ Mailboxes mailboxes, int rows,             \
-                                                    int columns, int parts, int part_size, float eps) {                \
-        exchange_add_norm_all<SEGMENTS, ROUNDED>(x, ProductParts{product, columns, parts, part_size}, bias, weight,    \
-                                                 sum, normed, mailboxes, rows, eps);                                   \
-    }
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_PARTS, false, float, exact_parts_f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_PARTS, false, __nv_bfloat16, exact_parts_bf16)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_PARTS, true, float, rounded_parts_f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_PARTS, true, __nv_bfloat16, rounded_parts_bf16)
-#define DEFINE_ADD_NORM_ALL_EXPERTS(SEGMENTS, ROUNDED, T, SUFFIX)                                                      \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(SEGMENTS))                           \
-        exchange_add_norm_all_##SUFFIX##_##SEGMENTS(const float* x, const __nv_bfloat16* outputs,                      \
-                                                    const float* expert_weights, const float* bias,                    \
-                                                    const float* weight, float* sum, T* normed,                        \
-                                                    const __grid_constant__ Mailboxes mailboxes, int rows,             \
-                                                    int columns, int chosen, float eps) {                              \
-        exchange_add_norm_all<SEGMENTS, ROUNDED>(x, ExpertRows{outputs, expert_weights, columns, chosen}, bias,        \
-                                                 weight, sum, normed, mailboxes, rows, eps);                           \
-    }
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_EXPERTS, false, float, exact_experts_f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_EXPERTS, false, __nv_bfloat16, exact_experts_bf16)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_EXPERTS, true, float, rounded_experts_f32)
-FOR_EACH_SEGMENTS(DEFINE_ADD_NORM_ALL_EXPERTS, true, __nv_bfloat16, rounded_experts_bf16)
+#define DEFINE_EXACT(NAME, Partial, T, SEGMENTS) DEFINE_ADD_NORM_ALL(NAME, Partial, T, SEGMENTS, false)
+#define DEFINE_ROUNDED(NAME, Partial, T, SEGMENTS) DEFINE_ADD_NORM_ALL(NAME, Partial, T, SEGMENTS, true)
+DEFINE_FORM(DEFINE_EXACT, exchange_add_norm_all_exact_f32, PartialRows<float>)
+DEFINE_FORM(DEFINE_EXACT, exchange_add_norm_all_exact_parts, ProductParts)
+DEFINE_FORM(DEFINE_EXACT, exchange_add_norm_all_exact_experts, ExpertRows)
+DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_f32, PartialRows<float>)
+DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_bf16, PartialRows<__nv_bfloat16>)
+DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_parts, ProductParts)
+DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_experts, ExpertRows)

@@ -9,11 +9,12 @@
 
 use std::ops::Range;
 
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::gpu_exchange::GpuExchange;
 use crate::kernels::constants::{EXCHANGE_ROW_BLOCKS, EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, kernel_size, module};
 use crate::kernels::scratch;
 use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
 
@@ -25,6 +26,43 @@ const REPLICATED_ROWS: usize = 256;
 const SEGMENT_COLUMNS: usize = 8 * EXCHANGE_ROW_THREADS;
 /// The maximum number of columns of a row.
 const MAX_COLUMNS: usize = EXCHANGE_ROW_SEGMENTS * SEGMENT_COLUMNS;
+
+/// Mirrors `PartialRows` in `exchange_add_norm.cu`. `values` is a device address, as are the `u64` fields below.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RawPartialRows {
+    values: u64,
+    columns: i32,
+}
+
+/// Mirrors `ProductParts` in `exchange_add_norm.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RawProductParts {
+    product: u64,
+    columns: i32,
+    parts: i32,
+    part_size: i32,
+}
+
+/// Mirrors `ExpertRows` in `exchange_add_norm.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RawExpertRows {
+    outputs: u64,
+    weights: u64,
+    columns: i32,
+    chosen: i32,
+}
+
+const _: () = assert!(size_of::<RawPartialRows>() == 16);
+const _: () = assert!(size_of::<RawProductParts>() == 24 && size_of::<RawExpertRows>() == 24);
+// SAFETY: the structs have C layout and contain only integers. The kernels do not read the padding at their ends.
+unsafe impl DeviceRepr for RawPartialRows {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for RawProductParts {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for RawExpertRows {}
 
 /// A family of kernels of `exchange_add_norm.cu`. The kernels of a family differ in the form of the partial result, in
 /// the dtype of the normalized rows, and in the maximum number of segments of a row.
@@ -185,14 +223,34 @@ impl GpuExchange {
     ) -> Result<Launch> {
         let ResidualUpdate { x, partial, bias, weight, eps, dtype, .. } = *update;
         let columns = x.dim(1)?;
+        let raw_columns = kernel_size(columns)?;
         let in_range = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
         let arguments = Arguments::new().tensor(&in_range(x)?)?;
         let arguments = match partial {
-            PartialResult::Rows(rows) => arguments.tensor(&in_range(rows)?)?,
-            // These rows are in the first part. The kernel adds multiples of the part size to find them in other parts.
-            PartialResult::ProductParts(parts) => arguments.tensor(&in_range(&parts.get(0)?)?)?,
+            PartialResult::Rows(rows) => {
+                let rows = in_range(rows)?;
+                arguments.value(RawPartialRows { values: address(&rows)?, columns: raw_columns }, [&rows])
+            }
+            PartialResult::ProductParts(parts) => {
+                // The rows of the first part. The kernel adds multiples of the part size to find them in other parts.
+                let rows = in_range(&parts.get(0)?)?;
+                let raw = RawProductParts {
+                    product: address(&rows)?,
+                    columns: raw_columns,
+                    parts: kernel_size(parts.dim(0)?)?,
+                    part_size: kernel_size(x.elem_count())?,
+                };
+                arguments.value(raw, [&rows])
+            }
             PartialResult::Experts { outputs, weights } => {
-                arguments.tensor(&in_range(outputs)?)?.tensor(&in_range(weights)?)?
+                let (outputs, weights) = (in_range(outputs)?, in_range(weights)?);
+                let raw = RawExpertRows {
+                    outputs: address(&outputs)?,
+                    weights: address(&weights)?,
+                    columns: raw_columns,
+                    chosen: kernel_size(weights.dim(1)?)?,
+                };
+                arguments.value(raw, [&outputs, &weights])
             }
         };
         let arguments =
@@ -201,12 +259,6 @@ impl GpuExchange {
         let (arguments, most_rows) = match kernel {
             UpdateKernel::OwnRows => (arguments, share(range.len(), 1, 0, self.mailboxes.len()).len()),
             UpdateKernel::AllRowsRounded | UpdateKernel::AllRowsExact => (arguments.int(range.len()), range.len()),
-        };
-        let arguments = arguments.int(columns);
-        let arguments = match partial {
-            PartialResult::Rows(_) => arguments,
-            PartialResult::ProductParts(parts) => arguments.int(parts.dim(0)?).int(x.elem_count()),
-            PartialResult::Experts { weights, .. } => arguments.int(weights.dim(1)?),
         };
         let (segments, shape) = self.row_shape(partial, most_rows, columns);
         let name = kernel.name(partial, dtype, segments)?;
