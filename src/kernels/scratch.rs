@@ -8,8 +8,18 @@
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
 //! At that point, nothing needs the layer's results: a layer reads only its own and the previous layer's results.
+//!
+//! A batch graph (`runner/launcher/batch_graph.rs`) uses this module in three steps:
+//! 1. [`LayerSizes::measure`] runs a pass and measures how much memory the largest layer needs.
+//! 2. [`Arena::new`] allocates two halves of at least this size, unless an earlier graph has an arena that
+//!    [fits](Arena::fits). The batch graph keeps its arena alive, because the captured kernels use its addresses.
+//! 3. [`Arena::use_for`] runs the pass again, and the batch graph captures it. The layers take memory from the arena.
+//!
+//! During `measure` and `use_for`, a thread-local variable tells [`empty`] how to allocate. Otherwise, every layer and
+//! every operation would need a parameter for the arena. One thread runs a whole pass, so passes of other ranks do not
+//! see the variable. It is cleared at the end of the pass, even if the pass panics.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
@@ -33,7 +43,7 @@ pub struct Arena {
     halves: Vec<(DType, [Tensor; 2])>,
 }
 
-/// How [`empty`] allocates on this thread. If no mode is set, [`empty`] allocates from candle's pool.
+/// How the layers of a pass allocate.
 enum Mode {
     /// Allocates from candle's pool, and counts the elements that an arena would need per dtype, including padding:
     /// `layer` is the count of the current layer, and `largest` is the maximum over all finished layers.
@@ -42,10 +52,16 @@ enum Mode {
     Take { arena: Arena, half: usize, used: Counts },
 }
 
+/// A forward pass that is measured or uses an arena.
+struct Pass {
+    mode: Mode,
+    /// Whether the last layer has ended. If so, [`empty`] allocates from candle's pool, and measures nothing.
+    has_ended: bool,
+}
+
 thread_local! {
-    static MODE: RefCell<Option<Mode>> = const { RefCell::new(None) };
-    /// Whether the last layer of the current forward pass has ended. If so, [`empty`] allocates from candle's pool.
-    static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
+    /// The pass that this thread runs. `None` if no pass is running, or if the pass always allocates from candle's pool.
+    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
 }
 
 /// Returns the count of a dtype in `counts`. If `counts` lacks the dtype, first adds the dtype with count 0.
@@ -65,26 +81,7 @@ fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
 /// arena have begun.
 pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
-    let elements = shape.elem_count();
-    let taken = MODE.with_borrow_mut(|mode| match mode {
-        _ if HAS_ENDED.get() => None,
-        Some(Mode::Measure { layer, .. }) => {
-            *count(layer, dtype) += elements.next_multiple_of(ALIGNMENT);
-            None
-        }
-        Some(Mode::Take { arena, half, used }) => {
-            let (_, halves) = arena.halves.iter().find(|(known, _)| *known == dtype)?;
-            let start = count(used, dtype);
-            let end = *start + elements;
-            if elements == 0 || end > halves[*half].elem_count() {
-                return None;
-            }
-            let tensor = halves[*half].narrow(0, *start, elements).and_then(|memory| memory.reshape(&shape));
-            *start = end.next_multiple_of(ALIGNMENT);
-            Some(tensor)
-        }
-        None => None,
-    });
+    let taken = PASS.with_borrow_mut(|pass| pass.as_mut()?.take(&shape, dtype));
     match taken {
         Some(tensor) => tensor,
         // SAFETY: the caller writes every element before it is read.
@@ -95,44 +92,81 @@ pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> R
 /// Begins the next layer of a forward pass.
 /// The embedding, each exchange between stages, and the final norm count as layers, too.
 pub fn begin_layer() {
-    MODE.with_borrow_mut(|mode| match mode {
-        Some(Mode::Measure { layer, largest }) => {
-            for (dtype, elements) in layer.drain(..) {
-                let max_elements = count(largest, dtype);
-                *max_elements = elements.max(*max_elements);
-            }
-        }
-        Some(Mode::Take { half, used, .. }) => {
-            *half = 1 - *half;
-            used.clear();
-        }
-        None => {}
-    });
+    PASS.with_borrow_mut(|pass| pass.as_mut().map(Pass::begin_layer));
 }
 
 /// Marks the end of the last layer of a forward pass. Later results, such as logits, are allocated outside the arena.
 pub fn end_layers() {
-    begin_layer();
-    HAS_ENDED.set(MODE.with_borrow(Option::is_some));
+    PASS.with_borrow_mut(|pass| pass.as_mut().map(Pass::end_layers));
 }
 
-/// Resets `MODE` and `HAS_ENDED` when dropped, so that a forward pass does not affect later ones, even if it panics.
-struct ModeGuard;
+impl Pass {
+    fn new(mode: Mode) -> Self {
+        Self { mode, has_ended: false }
+    }
 
-impl Drop for ModeGuard {
+    /// Takes a tensor from the arena. Returns `None` if the tensor must be allocated from candle's pool.
+    fn take(&mut self, shape: &Shape, dtype: DType) -> Option<Result<Tensor>> {
+        if self.has_ended {
+            return None;
+        }
+        let elements = shape.elem_count();
+        match &mut self.mode {
+            Mode::Measure { layer, .. } => {
+                *count(layer, dtype) += elements.next_multiple_of(ALIGNMENT);
+                None
+            }
+            Mode::Take { arena, half, used } => {
+                let (_, halves) = arena.halves.iter().find(|(known, _)| *known == dtype)?;
+                let start = count(used, dtype);
+                let end = *start + elements;
+                if elements == 0 || end > halves[*half].elem_count() {
+                    return None;
+                }
+                let tensor = halves[*half].narrow(0, *start, elements).and_then(|memory| memory.reshape(shape));
+                *start = end.next_multiple_of(ALIGNMENT);
+                Some(tensor)
+            }
+        }
+    }
+
+    fn begin_layer(&mut self) {
+        match &mut self.mode {
+            Mode::Measure { layer, largest } => {
+                for (dtype, elements) in layer.drain(..) {
+                    let max_elements = count(largest, dtype);
+                    *max_elements = elements.max(*max_elements);
+                }
+            }
+            Mode::Take { half, used, .. } => {
+                *half = 1 - *half;
+                used.clear();
+            }
+        }
+    }
+
+    fn end_layers(&mut self) {
+        self.begin_layer();
+        self.has_ended = true;
+    }
+}
+
+/// Clears `PASS` when dropped, so that a forward pass does not affect later ones, even if it panics.
+struct PassGuard;
+
+impl Drop for PassGuard {
     fn drop(&mut self) {
-        HAS_ENDED.set(false);
-        MODE.set(None);
+        PASS.set(None);
     }
 }
 
 /// Runs a forward pass in `mode`. Returns the result of the pass and the final state of the mode.
 fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
-    MODE.set(Some(mode));
-    let _guard = ModeGuard;
+    PASS.set(Some(Pass::new(mode)));
+    let _guard = PassGuard;
     let result = pass();
     begin_layer();
-    (result, MODE.take())
+    (result, PASS.take().map(|pass| pass.mode))
 }
 
 /// For each dtype, the largest number of elements that any layer of a forward pass needs, including padding.
