@@ -9,13 +9,14 @@ use serde_json::Value;
 use super::config::{self, LayerType, ModelSizes};
 use super::family::{Architecture, Family};
 use super::standard;
+use crate::kernels::moe::check_routing;
 use crate::nn::attention::{Attention, AttentionConfig, Sinks};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
-use crate::nn::moe::{ClampedMoe, ClampedMoeConfig, check_routing};
+use crate::nn::moe::{ClampedMoe, ClampedMoeConfig};
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::weights::tensor_table::{

@@ -8,6 +8,7 @@ use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::residual::PartialRows;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
+use crate::kernels::moe::check_routing;
 use crate::kernels::moe::combine::combine;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
@@ -17,7 +18,6 @@ use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::route::RoutedPairs;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
-use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::kernels::{self, SumOrder};
 use crate::weights::{Weights, mxfp4};
 
@@ -35,19 +35,8 @@ impl GatedMoeConfig {
     /// Fails if the intermediate size is out of range, or if [`check_routing`] fails.
     pub fn validate(&self) -> Result<()> {
         check_size("the intermediate size of experts", self.intermediate_size)?;
-        check_routing(self.experts_per_token, self.experts)
+        Ok(check_routing(self.experts_per_token, self.experts)?)
     }
-}
-
-/// Fails if the kernels cannot route each token to `chosen` of `experts` experts.
-pub fn check_routing(chosen: usize, experts: usize) -> Result<()> {
-    if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-        bail!(
-            "cannot route each token to {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} \
-             experts per token, and {MAX_EXPERTS} experts"
-        );
-    }
-    Ok(())
 }
 
 /// The names of an expert's three matrices, such as `gate_proj` in `experts.7.gate_proj.weight`.

@@ -4,10 +4,10 @@ use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape, matvec_shape_for};
-use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
+use crate::kernels::moe::check_routing;
 use crate::kernels::moe::topk::Softmax;
 
 /// Adds a launch that computes `h[n] = silu(gate(norm(x))) · up(norm(x))` for the n-th chosen expert.
@@ -23,7 +23,7 @@ pub fn add_routed_gate_up(
     h: &Tensor,
 ) -> Result<()> {
     let ((chosen, rows), columns, experts) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
-    check_routing(logits, chosen)?;
+    check_logits(logits, chosen)?;
     check_weight(weight, experts * 2 * rows, columns, h.dtype())?;
     check_f32("the norm weight", norm.weight, columns)?;
     let arguments = Arguments::new()
@@ -61,7 +61,7 @@ pub fn add_routed_down(
     h: &Tensor,
 ) -> Result<()> {
     let ((chosen, columns), rows, experts) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
-    check_routing(logits, chosen)?;
+    check_logits(logits, chosen)?;
     check_weight(weight, experts * rows, columns, h.dtype())?;
     let arguments = Arguments::new()
         .tensor(&buffers.partial)?
@@ -84,7 +84,7 @@ pub fn add_routed_down(
     add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
 }
 
-fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {
-    let fits = logits.elem_count() <= MAX_EXPERTS && chosen <= MAX_CHOSEN_EXPERTS.min(logits.elem_count());
-    check("the router logits", fits && logits.dtype() == DType::F32, logits)
+fn check_logits(logits: &Tensor, chosen: usize) -> Result<()> {
+    check_routing(chosen, logits.elem_count())?;
+    check("the router logits", logits.dtype() == DType::F32, logits)
 }

@@ -3,14 +3,13 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::check_routing;
 use super::choose_experts::{self, choose_experts};
 use super::expert_usage::ExpertUsage;
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use super::topk::{Softmax, topk_softmax};
 use crate::kernels::SumOrder;
-use crate::kernels::constants::{
-    MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_CLUSTER, ROUTE_EXPERTS, ROUTE_THREADS, ROUTE_TOKENS,
-};
+use crate::kernels::constants::{ROUTE_CLUSTER, ROUTE_EXPERTS, ROUTE_THREADS, ROUTE_TOKENS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, runs_hopper_code};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::rows::add_bias;
@@ -37,13 +36,13 @@ impl RoutedPairs {
     /// The caller guarantees that every id is less than `experts`.
     pub fn new(ids: &Tensor, weights: Tensor, experts: usize) -> Result<Self> {
         let Device::Cuda(device) = ids.device() else { return unsupported("RoutedPairs::new", ids) };
-        let is_valid = ids.dims2()?.1 <= MAX_CHOSEN_EXPERTS && ids.dims() == weights.dims();
-        if !is_valid || ids.dtype() != DType::U32 || weights.dtype() != DType::F32 {
+        check_routing(ids.dims2()?.1, experts)?;
+        if ids.dims() != weights.dims() || ids.dtype() != DType::U32 || weights.dtype() != DType::F32 {
             let (ids_dtype, weights_dtype) = (ids.dtype(), weights.dtype());
             let (ids, weights) = (ids.dims(), weights.dims());
             bail!(
                 "cannot sort pairs: ids {ids_dtype:?} {ids:?} and routing weights {weights_dtype:?} {weights:?} \
-                 must be U32 and F32, and have the same shape with at most {MAX_CHOSEN_EXPERTS} experts per token"
+                 must be U32 and F32, and have the same shape"
             );
         }
         let SortedPairs { sorted, offsets, rows } = sort_by_expert(device, ids, experts)?;
@@ -79,11 +78,7 @@ impl RoutedPairs {
                 "cannot route tokens: x {x:?}, weight {weight:?} and bias {bias:?} must be F32 and have matching shapes"
             );
         }
-        if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!(
-                "cannot choose {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS}"
-            );
-        }
+        check_routing(chosen, experts)?;
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);
         if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported && runs_hopper_code(device)? {

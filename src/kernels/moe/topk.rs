@@ -2,9 +2,9 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor};
 
-use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
+use super::check_routing;
 use crate::kernels::{elements, to_f32};
 
 /// The experts over which the softmax of the routing weights runs.
@@ -22,9 +22,7 @@ pub enum Softmax {
 /// A token's ids are in descending order of their logits. Ties go to the lower expert id. A NaN logit counts as -inf.
 pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<(Tensor, Tensor)> {
     let (tokens, experts) = logits.dims2()?;
-    if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-        bail!("cannot choose {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS}");
-    }
+    check_routing(chosen, experts)?;
     match logits.device() {
         Device::Cpu => {
             let values = to_f32(logits)?;

@@ -119,7 +119,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
             let (chosen, experts) = (mlp.config.experts_per_token, mlp.config.experts);
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
                 Some(NoDecodeGraph::Layer("a quantized router"))
-            } else if chosen > moe::MAX_CHOSEN_EXPERTS || experts > moe::MAX_EXPERTS {
+            } else if moe::check_routing(chosen, experts).is_err() {
                 Some(NoDecodeGraph::ExpertCount { chosen, experts })
             } else if mlp.gate_up_proj.as_matrix()?.is_none() || mlp.down_proj.as_matrix()?.is_none() {
                 Some(NoDecodeGraph::Layer("experts in this format"))
