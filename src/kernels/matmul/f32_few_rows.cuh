@@ -18,29 +18,29 @@ __device__ __forceinline__ void multiply_few_rows(const float* x, const float* w
     constexpr int COLUMNS = F32_FEW_ROWS_TILE / 8;
     static_assert(F32_FEW_ROWS_TOKENS == 16, "F32_FEW_ROWS_TOKENS must be 16, because an MMA multiplies 16 tokens");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    // Each warp multiplies every F32_FEW_ROWS_WARPS-th group of 16 columns.
-    // Lane 4g + t holds columns 4t to 4t + 3 of the group for each of its rows, as multiply_add_pairs expects.
+    // Each warp multiplies every F32_FEW_ROWS_WARPS-th column tile of 16 columns.
+    // Lane 4g + t holds columns 4t to 4t + 3 of the tile for each of its rows, as multiply_add_pairs expects.
     // Past the last token or weight row, a lane reads the last one again.
-    // Past the last group, a lane prefetches the last group again, and does not use it.
-    const int groups = columns / 16;
-    const auto row_of = [&](const float* matrix, int row, int group) {
-        return reinterpret_cast<const float4*>(matrix + (size_t)row * columns)[min(group, groups - 1) * 4 + t];
+    // Past the last column tile, a lane prefetches the last one again, and does not use it.
+    const int column_tiles = columns / 16;
+    const auto row_of = [&](const float* matrix, int row, int tile) {
+        return reinterpret_cast<const float4*>(matrix + (size_t)row * columns)[min(tile, column_tiles - 1) * 4 + t];
     };
-    float4 next[2 * TILES];  // the values of x for the next group, loaded early to hide the latency
-    const auto load_x = [&](int group) __attribute__((always_inline)) {
+    float4 next[2 * TILES];  // the values of x for the next column tile, loaded early to hide the latency
+    const auto load_x = [&](int tile) __attribute__((always_inline)) {
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i) next[i] = row_of(x, min(first_token + i * 8 + g, tokens - 1), group);
+        for (int i = 0; i < 2 * TILES; ++i) next[i] = row_of(x, min(first_token + i * 8 + g, tokens - 1), tile);
     };
     float sums[TILES][1][COLUMNS][4] = {};
     load_x(warp);
-    for (int group = warp; group < groups; group += F32_FEW_ROWS_WARPS) {
+    for (int tile = warp; tile < column_tiles; tile += F32_FEW_ROWS_WARPS) {
         float4 weights[COLUMNS];
 #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) weights[n] = row_of(w, min(first_row + n * 8 + g, rows - 1), group);
+        for (int n = 0; n < COLUMNS; ++n) weights[n] = row_of(w, min(first_row + n * 8 + g, rows - 1), tile);
         Tf32Pair a[TILES][1][2][4], b[COLUMNS][4];
 #pragma unroll
         for (int i = 0; i < 2 * TILES; ++i) split_tf32(a[i / 2][0][i % 2], next[i]);
-        load_x(group + F32_FEW_ROWS_WARPS);
+        load_x(tile + F32_FEW_ROWS_WARPS);
 #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) split_tf32(b[n], weights[n]);
 #pragma unroll

@@ -20,7 +20,7 @@ pub fn is_supported(x: &Tensor, w: &Tensor) -> Result<bool> {
     if !x.is_contiguous() || !w.is_contiguous() {
         return Ok(false);
     }
-    // A lane reads four f32 columns (16 bytes) at a time, and a warp multiplies groups of 16 columns.
+    // A lane reads four f32 columns (16 bytes) at a time, and a warp multiplies tiles of 16 columns.
     let is_aligned = |tensor| Ok::<_, candle_core::Error>(address(tensor)?.is_multiple_of(16));
     let are_f32 = x.dtype() == DType::F32 && w.dtype() == DType::F32;
     let fits = are_f32 && (1..=MAX_ROWS).contains(&rows) && columns > 0 && columns.is_multiple_of(16);

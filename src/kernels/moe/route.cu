@@ -32,8 +32,9 @@
 constexpr int BLOCKS = ROUTE_CLUSTER, THREADS = ROUTE_THREADS, WARPS = THREADS / 32;
 // The number of experts whose logits are computed at once: the rows of two MMAs.
 constexpr int EXPERTS = 32;
-// The number of groups of 16 columns whose weights a warp loads before it waits for the previous kernel.
-constexpr int HELD = 3;
+// A column tile is TILE_COLUMNS columns, which are multiplied at once.
+// A warp loads the weights of HELD column tiles before it waits for the previous kernel.
+constexpr int TILE_COLUMNS = 16, HELD = 3;
 static_assert(BLOCKS == 8, "BLOCKS must be 8, because an MMA multiplies 8 tokens");
 static_assert(BLOCKS * EXPERTS == THREADS,
               "BLOCKS * EXPERTS must be THREADS: each thread adds up the partial logits of one token and one expert");
@@ -191,41 +192,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     }
     announce_barriers_to_cluster();
 
-    // 1. Each warp multiplies every (BLOCKS · WARPS)-th group of 16 columns.
+    // 1. Each warp multiplies every (BLOCKS · WARPS)-th column tile.
     // Past the last column, a lane loads zeros. Past the last expert or token, it loads the last one again.
-    const int first_group = rank * WARPS + warp, groups = (columns + 15) / 16;
-    const auto load = [&](const float* matrix, int row, int group) {
-        const int column = group * 16 + 4 * t;
+    const int first_tile = rank * WARPS + warp, tiles = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const auto load = [&](const float* matrix, int row, int tile) {
+        const int column = tile * TILE_COLUMNS + 4 * t;
         const float* from = matrix + (size_t)row * columns + column;
         return column < columns ? *reinterpret_cast<const float4*>(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     };
-    const auto load_weights = [&](float4(&to)[4], int base, int group) {
+    const auto load_weights = [&](float4(&to)[4], int base, int tile) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = load(weight, min(base + 8 * i + g, experts - 1), group);
+        for (int i = 0; i < 4; ++i) to[i] = load(weight, min(base + 8 * i + g, experts - 1), tile);
     };
-    const auto load_x = [&](int group) { return load(x, min(first_token + g, tokens - 1), group); };
+    const auto load_x = [&](int tile) { return load(x, min(first_token + g, tokens - 1), tile); };
     float4 held_weights[HELD][4], held_x[HELD];
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) load_weights(held_weights[h], 0, first_group + h * BLOCKS * WARPS);
+    for (int h = 0; h < HELD; ++h) load_weights(held_weights[h], 0, first_tile + h * BLOCKS * WARPS);
     const auto load_bias = [&](int expert) { return bias && rank == 0 && expert < experts ? bias[expert] : 0.0f; };
     float added = load_bias(lane);
     wait_for_barriers_of_cluster();
     pdl_wait();
     pdl_launch_dependents();
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) held_x[h] = load_x(first_group + h * BLOCKS * WARPS);
+    for (int h = 0; h < HELD; ++h) held_x[h] = load_x(first_tile + h * BLOCKS * WARPS);
 
     for (int base = 0; base < experts; base += EXPERTS) {
         float sums[2][1][4] = {};
 #pragma unroll
         for (int h = 0; h < HELD; ++h) {
-            if (base > 0) load_weights(held_weights[h], base, first_group + h * BLOCKS * WARPS);
+            if (base > 0) load_weights(held_weights[h], base, first_tile + h * BLOCKS * WARPS);
             multiply_columns(sums, held_weights[h], held_x[h]);
         }
-        for (int group = first_group + HELD * BLOCKS * WARPS; group < groups; group += BLOCKS * WARPS) {
+        for (int tile = first_tile + HELD * BLOCKS * WARPS; tile < tiles; tile += BLOCKS * WARPS) {
             float4 weights[4];
-            load_weights(weights, base, group);
-            multiply_columns(sums, weights, load_x(group));
+            load_weights(weights, base, tile);
+            multiply_columns(sums, weights, load_x(tile));
         }
         if (base > 0) added = load_bias(base + lane);
 #pragma unroll
