@@ -1,7 +1,7 @@
 // Matrix products of routed experts with bf16 or f16 weights on tensor cores, for at least 64 (token, expert) pairs.
 //   weights: T [experts, rows, columns]; columns is a multiple of 8
 //   bias: T [experts, rows] or null
-//   x: T [pairs / per_x, columns]; `per_x` consecutive pairs share one row of x
+//   x: T [pairs / pairs_per_x, columns]; `pairs_per_x` consecutive pairs share one row of x
 //   sorted, offsets: see sort_by_expert.cu
 //   out: T [pairs, rows]
 // A thread block computes a tile of up to BM pairs of one expert × BN weight rows, BK columns at a time.
@@ -22,7 +22,7 @@ constexpr int BN = GROUPED_GEMM_ROWS, BK = GROUPED_GEMM_COLUMNS, STAGES = GROUPE
 //   bytes moved: an expert's weights once per tile of pairs, mostly from L2 after the first tile
 template <typename T, int BM>
 __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const uint32_t* sorted,
-                             const uint32_t* offsets, T* out, int rows, int columns, int per_x, int experts) {
+                             const uint32_t* offsets, T* out, int rows, int columns, int pairs_per_x, int experts) {
     // A thread block has WM × WN warps. Each warp computes 32 pairs × COLUMNS weight rows.
     constexpr int WM = BM / 32, WN = 8 / WM, COLUMNS = BN / WN, TILES = COLUMNS / 8;
     constexpr int STAGE_BYTES = (BM + BN) * ROW_BYTES;
@@ -40,7 +40,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     const int segment = threadIdx.x % 8, row = threadIdx.x / 8;
     const T *x_rows[BM / 32], *w_rows[BN / 32];
 #pragma unroll
-    for (int i = 0; i < BM / 32; ++i) x_rows[i] = x + (size_t)(pair_of[row + 32 * i] / per_x) * columns + 8 * segment;
+    for (int i = 0; i < BM / 32; ++i)
+        x_rows[i] = x + (size_t)(pair_of[row + 32 * i] / pairs_per_x) * columns + 8 * segment;
 #pragma unroll
     for (int i = 0; i < BN / 32; ++i) {
         const int expert_row = min(first_row + row + 32 * i, rows - 1);
@@ -123,8 +124,9 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
 #define DEFINE_GEMM(T, SUFFIX, BM)                                                                                     \
     extern "C" __global__ void __launch_bounds__(GROUPED_GEMM_THREADS, 2)                                              \
         grouped_gemm_##BM##_##SUFFIX(const T* weights, const T* bias, const T* x, const uint32_t* sorted,              \
-                                     const uint32_t* offsets, T* out, int rows, int columns, int per_x, int experts) { \
-        grouped_gemm<T, BM>(weights, bias, x, sorted, offsets, out, rows, columns, per_x, experts);                    \
+                                     const uint32_t* offsets, T* out, int rows, int columns, int pairs_per_x,          \
+                                     int experts) {                                                                    \
+        grouped_gemm<T, BM>(weights, bias, x, sorted, offsets, out, rows, columns, pairs_per_x, experts);              \
     }
 DEFINE_GEMM(__half, f16, 64)
 DEFINE_GEMM(__half, f16, 128)

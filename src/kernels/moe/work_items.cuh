@@ -11,17 +11,17 @@ struct WorkItem {
 };
 
 // Finds work item `number`. Returns false if `number` is past the last work item.
-// An expert with p pairs has ceil(p / unit) tiles of up to `unit` pairs, and `times` work items per tile.
-// All lanes of the warp must call find_work_item with the same `number`.
-__device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
-                                               WorkItem& item) {
+// An expert with p pairs has ceil(p / max_pairs) tiles of up to `max_pairs` pairs, and `tile_items` work items per
+// tile. All lanes of the warp must call find_work_item with the same `number`.
+__device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int max_pairs, int tile_items,
+                                               int number, WorkItem& item) {
     const int lane = threadIdx.x % 32;
     int before = 0, rows_before = 0;
     for (int base = 0; base < experts; base += 32) {
         const int expert = base + lane;
         const int first = expert < experts ? offsets[expert] : 0;
         const int pairs = expert < experts ? offsets[expert + 1] - first : 0;
-        const int count = (pairs + unit - 1) / unit * times, rows = (pairs + 7) / 8 * 8;
+        const int count = (pairs + max_pairs - 1) / max_pairs * tile_items, rows = (pairs + 7) / 8 * 8;
         const int end = warp_prefix_sum(count), end_row = warp_prefix_sum(rows);
         const uint32_t reached = __ballot_sync(ALL_LANES, number < before + end);
         if (reached) {

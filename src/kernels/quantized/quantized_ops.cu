@@ -7,8 +7,8 @@
 #include "quantized/input_quantization.cuh"
 #include "quantized/stream.cuh"
 
-// Matrix-vector products: y[t] = W·x[t / per_x]. First quantizes x as `quantization` specifies.
-//   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
+// Matrix-vector products: y[t] = W·x[t / pairs_per_x]. First quantizes x as `quantization` specifies.
+//   x: T [tokens / pairs_per_x, columns]; `pairs_per_x` consecutive rows of y share one row of x
 //   y: S [tokens, stride], where S is f32 or T; only the first `rows` columns are written
 //   ids: u32 [tokens] or null; with ids, t counts (token, expert) pairs, and W is the `rows` rows of expert ids[t]
 //   grid: (at most one block per multiprocessor, tokens); block: 32 · QUANTIZED_WARPS
@@ -17,7 +17,7 @@
 // Each warp multiplies two rows of W at a time: one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
-                       int stride, int per_x, QuantizationArgs quantization) {
+                       int stride, int pairs_per_x, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
@@ -25,7 +25,7 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
     const int first = ids ? ids[blockIdx.y] * rows : 0;
     const auto row = [=](int unit, int r, int& matrix) { return matrix = 0, first + min(2 * unit + r, rows - 1); };
     QuantizedStream<2, 2, decltype(row)> stream(weights, groups, (rows + 1) / 2, row);
-    x += (size_t)(blockIdx.y / per_x) * columns, y += (size_t)blockIdx.y * stride;
+    x += (size_t)(blockIdx.y / pairs_per_x) * columns, y += (size_t)blockIdx.y * stride;
     const auto one = [=](int i) { return i < columns ? to_float(x[i]) : 0.0f; };
     const auto quad = [=](int i) { return make_float4(one(4 * i), one(4 * i + 1), one(4 * i + 2), one(4 * i + 3)); };
     float scale = 1.0f;
@@ -167,8 +167,9 @@ extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_experts_##SUFFIX(const T* x, const __grid_constant__ QuantizedStack weights, const uint32_t* ids,    \
-                                   T* y, int rows, int columns, int per_x, int quantization, float static_scale) {     \
-        matvec<T, T>(x, weights, ids, y, rows, columns, rows, per_x, {quantization, static_scale});                    \
+                                   T* y, int rows, int columns, int pairs_per_x, int quantization,                     \
+                                   float static_scale) {                                                               \
+        matvec<T, T>(x, weights, ids, y, rows, columns, rows, pairs_per_x, {quantization, static_scale});              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)                                                      \
         dequantize_##SUFFIX(const __grid_constant__ QuantizedStack weights, T* out, int rows, int columns) {           \
