@@ -3,7 +3,7 @@
 // A warp loads weights directly into registers. It converts each weight to T once for all tokens of a tile.
 // With several tiles of tokens, the weights are loaded once per tile, from the L2 cache if they are still there.
 //
-// The unit of work is a *step*: ROWS weight rows (one tile) times STEP_COLUMNS columns.
+// The work is divided into *steps* of ROWS weight rows (one tile) times STEP_COLUMNS columns.
 // The steps are divided evenly among the blocks of a tile of tokens, so a block can start or end inside a tile of rows.
 // If several blocks share a tile of rows, the last block to finish adds the sums of all these blocks, in block order.
 // The order of additions depends only on the sizes of the matrices and the number of blocks.
@@ -235,37 +235,45 @@ template <typename T, int N> struct Block {
     }
 
     // Stores the sums of steps `first` to `end` - 1, which belong to one tile of rows.
-    // If no other block has steps of this tile, the sums are scaled and stored in y.
-    // Otherwise, each block stores its sums in `partials`. The last block to finish adds the sums of all blocks that
-    // share the tile, scales the results and stores them in y.
+    // If other blocks have steps of this tile, the last block to finish stores the sums of all blocks.
     template <int F> __device__ void finish(const Range& range, int first, int end, Sums<N>& sums) const {
+        const int tile = first / steps;
+        if (end - first < steps && !add_sums_of_other_blocks(tile, sums)) return;
+        store<F>(range, tile, sums);
+    }
+
+    // Stores the sums of this block in `partials`. In the last block that finishes its part of the tile, then adds up
+    // the sums of all blocks that share the tile, and returns true. Returns false in the other blocks.
+    __device__ __forceinline__ bool add_sums_of_other_blocks(int tile, Sums<N>& sums) const {
         constexpr int VECTORS = 2 * TOKEN_TILES;
         const auto vector = [&](int i) -> float4& {
             return *reinterpret_cast<float4*>(sums[i / TOKEN_TILES][i % TOKEN_TILES]);
         };
-        const int tile = first / steps;
-        if (end - first < steps) {
-            const auto block_of = [&](int step) { return (int)(((long long)gridDim.x * (step + 1) - 1) / total); };
-            const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
-            // A block can share two tiles: slot 1 is for the tile that it starts, and slot 0 for the other tile.
-            const auto slot = [&](int block) {
-                const size_t at = ((size_t)blockIdx.y * gridDim.x + block) * 2 + (block == first_block ? 1 : 0);
-                return reinterpret_cast<float4*>(p.partials) + (at * ROW_PAIRS + row_pair) * VECTORS * 32 + lane;
-            };
+        const auto block_of = [&](int step) { return (int)(((long long)gridDim.x * (step + 1) - 1) / total); };
+        const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
+        // A block can share two tiles. Its sums of the tile that it starts are at index 1, and the others at index 0.
+        const auto partial = [&](int block) {
+            const size_t at = ((size_t)blockIdx.y * gridDim.x + block) * 2 + (block == first_block ? 1 : 0);
+            return reinterpret_cast<float4*>(p.partials) + (at * ROW_PAIRS + row_pair) * VECTORS * 32 + lane;
+        };
 #pragma unroll
-            for (int i = 0; i < VECTORS; ++i) __stcg(slot(blockIdx.x) + i * 32, vector(i));
-            if (!is_last_block(finished + blockIdx.y * gridDim.x + first_block, last_block - first_block + 1)) return;
+        for (int i = 0; i < VECTORS; ++i) __stcg(partial(blockIdx.x) + i * 32, vector(i));
+        if (!is_last_block(finished + blockIdx.y * gridDim.x + first_block, last_block - first_block + 1)) return false;
 #pragma unroll
-            for (int i = 0; i < VECTORS; ++i) vector(i) = __ldcg(slot(first_block) + i * 32);
+        for (int i = 0; i < VECTORS; ++i) vector(i) = __ldcg(partial(first_block) + i * 32);
 #pragma unroll 1
-            for (int block = first_block + 1; block <= last_block; ++block)
+        for (int block = first_block + 1; block <= last_block; ++block)
 #pragma unroll
-                for (int i = 0; i < VECTORS; ++i) {
-                    const float4 v = __ldcg(slot(block) + i * 32);
-                    float4& sum = vector(i);
-                    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-                }
-        }
+            for (int i = 0; i < VECTORS; ++i) {
+                const float4 v = __ldcg(partial(block) + i * 32);
+                float4& sum = vector(i);
+                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+            }
+        return true;
+    }
+
+    // Scales the sums of a tile of rows, and stores them in y.
+    template <int F> __device__ __forceinline__ void store(const Range& range, int tile, const Sums<N>& sums) const {
         const QuantizedMatrix& matrix = weights.matrices[range.matrix];
         const int row = (tile - range.first_tile) * ROWS + row_pair * 32 + lane / 4;
 #pragma unroll
