@@ -128,8 +128,8 @@ pub const F32_FEW_ROWS_STRIDE: usize = F32_FEW_ROWS_TILE + 4;
 /// The maximum number of tokens for the dense_few_tokens kernel.
 /// With more tokens, the dense_wgmma kernels or cuBLASLt compute the product (`matmul/mod.rs`).
 pub const DENSE_FEW_TOKENS_MAX: usize = 8;
-/// Weight rows per unit of work in the dense_few_tokens kernel.
-/// One or more warps multiply a unit, and divide its columns among themselves.
+/// Weight rows per row tile of the dense_few_tokens kernel.
+/// One or more warps multiply a row tile, and divide its columns among themselves.
 pub const DENSE_FEW_TOKENS_ROWS: usize = 16;
 /// Columns per weight tile of the dense_few_tokens kernel: 128 bytes of each row.
 pub const DENSE_FEW_TOKENS_COLUMNS: usize = 64;

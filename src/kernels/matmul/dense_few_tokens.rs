@@ -14,27 +14,27 @@ use crate::kernels::scratch;
 
 /// How the dense_few_tokens kernel divides a matrix among thread blocks and warps.
 struct WorkDivision {
-    /// Units of [`DENSE_FEW_TOKENS_ROWS`] rows per thread block.
-    block_units: usize,
-    /// Warps that share the columns of a unit.
-    parts: usize,
+    /// Row tiles per thread block. A row tile is [`DENSE_FEW_TOKENS_ROWS`] rows.
+    block_tiles: usize,
+    /// Warps that share the columns of a row tile.
+    tile_warps: usize,
     /// Shared memory per thread block, in bytes.
     shared_bytes: usize,
 }
 
 impl WorkDivision {
     /// Divides a matrix of `rows` rows so that each multiprocessor has at most one thread block.
-    /// Returns `None` if a thread block would have no units, or more than [`DENSE_FEW_TOKENS_WARPS`] units.
+    /// Returns `None` if a thread block would have no row tiles, or more than [`DENSE_FEW_TOKENS_WARPS`].
     fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
-        let block_units = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(multiprocessors(device)?);
-        let parts = DENSE_FEW_TOKENS_WARPS.checked_div(block_units).unwrap_or(0);
-        if parts == 0 {
+        let block_tiles = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(multiprocessors(device)?);
+        let tile_warps = DENSE_FEW_TOKENS_WARPS.checked_div(block_tiles).unwrap_or(0);
+        if tile_warps == 0 {
             return Ok(None);
         }
         let tile_bytes = |rows| rows * DENSE_FEW_TOKENS_COLUMNS * element_bytes;
         let input_bytes = 2 * DENSE_FEW_TOKENS_INPUT_TILES * tile_bytes(DENSE_FEW_TOKENS_MAX);
-        let weight_bytes = block_units * parts * DENSE_FEW_TOKENS_STAGES * tile_bytes(DENSE_FEW_TOKENS_ROWS);
-        Ok(Some(Self { block_units, parts, shared_bytes: input_bytes + weight_bytes }))
+        let weight_bytes = block_tiles * tile_warps * DENSE_FEW_TOKENS_STAGES * tile_bytes(DENSE_FEW_TOKENS_ROWS);
+        Ok(Some(Self { block_tiles, tile_warps, shared_bytes: input_bytes + weight_bytes }))
     }
 }
 
@@ -72,7 +72,7 @@ pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<
             w.dims()
         );
     };
-    let WorkDivision { block_units, parts, shared_bytes } = division;
+    let WorkDivision { block_tiles, tile_warps, shared_bytes } = division;
     // SAFETY: the kernel writes every element of `y`.
     let y = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let arguments = Arguments::new()
@@ -82,10 +82,10 @@ pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<
         .int(rows)
         .int(columns)
         .int(tokens)
-        .int(block_units)
-        .int(parts);
-    let blocks = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(block_units);
-    let shape = LaunchShape::linear(blocks, 32 * block_units * parts).with_shared_bytes(shared_bytes);
+        .int(block_tiles)
+        .int(tile_warps);
+    let blocks = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(block_tiles);
+    let shape = LaunchShape::linear(blocks, 32 * block_tiles * tile_warps).with_shared_bytes(shared_bytes);
     let kernel = format!("dense_few_tokens_{}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("dense_few_tokens"), kernel, shape, arguments).overlapping();
     // SAFETY: the shapes are checked above.
