@@ -3,7 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::wgmma_division::Division;
+use super::wgmma_division::{Division, DivisionLimits};
 use crate::kernels::activation::Activation;
 use crate::kernels::constants::{
     BEST_LOGITS_CANDIDATES, DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_THREADS,
@@ -44,15 +44,15 @@ pub struct LogitsOutput<'t> {
 }
 
 impl ProductKind<'_> {
-    /// Divides w `[rows, columns]` among the thread blocks of the device.
-    fn division(self, device: &CudaDevice, (rows, columns): (usize, usize)) -> Result<Division> {
+    /// Divides w among the thread blocks of the device. `matrix` is (rows, columns) of w.
+    fn division(self, device: &CudaDevice, matrix: (usize, usize)) -> Result<Division> {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
-        let (row_unit, max_parts) = match self {
-            Self::Plain => (8, MAX_PRODUCT_PARTS),
-            Self::Gated(_) => (16, 1),
-            Self::Logits { .. } => (8, 1),
+        let limits = match self {
+            Self::Plain => DivisionLimits { row_multiple: 8, max_parts: MAX_PRODUCT_PARTS },
+            Self::Gated(_) => DivisionLimits { row_multiple: 16, max_parts: 1 },
+            Self::Logits { .. } => DivisionLimits { row_multiple: 8, max_parts: 1 },
         };
-        Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), row_unit, max_parts))
+        Ok(Division::of_matrix(matrix, multiprocessors(device)?, limits))
     }
 }
 

@@ -11,26 +11,27 @@ pub(super) struct Division {
     pub tile_rows: usize,
 }
 
+/// What a kernel allows in a [`Division`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DivisionLimits {
+    /// The number of rows per tile must be a multiple of this number.
+    pub row_multiple: usize,
+    pub max_parts: usize,
+}
+
 impl Division {
     /// Chooses the division that minimizes the largest number of weights that any block reads.
     /// Each multiprocessor runs at most one block.
-    ///
-    /// The number of rows per tile is a multiple of `row_unit`, and there are at most `max_parts` parts.
-    pub fn of_matrix(
-        multiprocessors: usize,
-        (rows, columns): (usize, usize),
-        row_unit: usize,
-        max_parts: usize,
-    ) -> Self {
+    pub fn of_matrix((rows, columns): (usize, usize), multiprocessors: usize, limits: DivisionLimits) -> Self {
         let (tiles, steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
         let divide = |parts: usize| {
             let blocks = multiprocessors / parts;
             let tiles_per_block = tiles.div_ceil(blocks);
-            let tile_rows = rows.div_ceil(blocks * tiles_per_block).next_multiple_of(row_unit);
+            let tile_rows = rows.div_ceil(blocks * tiles_per_block).next_multiple_of(limits.row_multiple);
             (tiles_per_block * tile_rows * steps.div_ceil(parts), Self { parts, tile_rows })
         };
         // With several parts, each block has only one tile.
-        let max_parts = max_parts.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);
+        let max_parts = limits.max_parts.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);
         // Of equally good divisions, the one with the most parts has the largest tiles, so x is read least often.
         let better = |best: (usize, Self), next: (usize, Self)| if next.0 <= best.0 { next } else { best };
         (2..=max_parts).map(divide).fold(divide(1), better).1
@@ -42,21 +43,21 @@ mod tests {
     use super::*;
     use crate::kernels::constants::MAX_PRODUCT_PARTS;
 
-    /// The multiples of rows per tile and the maximum numbers of parts, of plain products and of gated products.
-    const PLAIN: (usize, usize) = (8, MAX_PRODUCT_PARTS);
-    const GATED: (usize, usize) = (16, 1);
+    /// The limits of plain products and of gated products.
+    const PLAIN: DivisionLimits = DivisionLimits { row_multiple: 8, max_parts: MAX_PRODUCT_PARTS };
+    const GATED: DivisionLimits = DivisionLimits { row_multiple: 16, max_parts: 1 };
 
     #[test]
     fn divisions_cover_the_matrix_and_balance_the_work() {
         for multiprocessors in [132, 114, 8] {
             for (rows, columns) in [(28_672, 4096), (6144, 4096), (2880, 4096), (5120, 2880), (201_088, 2880), (1, 8)] {
-                for (row_unit, max_parts) in [PLAIN, GATED] {
+                for limits in [PLAIN, GATED] {
                     let matrix = (rows, columns);
-                    let division = Division::of_matrix(multiprocessors, matrix, row_unit, max_parts);
+                    let division = Division::of_matrix(matrix, multiprocessors, limits);
                     let Division { parts, tile_rows } = division;
                     let blocks = parts * rows.div_ceil(tile_rows);
-                    let is_valid = parts <= max_parts
-                        && tile_rows.is_multiple_of(row_unit)
+                    let is_valid = parts <= limits.max_parts
+                        && tile_rows.is_multiple_of(limits.row_multiple)
                         && tile_rows <= DENSE_WGMMA_ROWS
                         && (parts == 1 || blocks <= multiprocessors);
                     assert!(is_valid, "{matrix:?}, {multiprocessors} multiprocessors: {division:?}");
@@ -65,14 +66,14 @@ mod tests {
         }
         // The matrices of Llama-3.1-8B: q, k and v in one matrix; o; gate and up in one matrix.
         // Then the matrices of gpt-oss-20b: q, k and v in one matrix; o.
-        for (matrix, (row_unit, max_parts), parts, tile_rows) in [
+        for (matrix, limits, parts, tile_rows) in [
             ((6144, 4096), PLAIN, 2, 96),
             ((4096, 4096), PLAIN, 4, 128),
             ((28_672, 4096), GATED, 1, 112),
             ((5120, 2880), PLAIN, 3, 120),
             ((2880, 4096), PLAIN, 4, 88),
         ] {
-            let division = Division::of_matrix(132, matrix, row_unit, max_parts);
+            let division = Division::of_matrix(matrix, 132, limits);
             assert_eq!(division, Division { parts, tile_rows }, "{matrix:?}");
         }
     }
