@@ -25,6 +25,16 @@ constexpr int WARPS = EXPERT_FEW_PAIRS_THREADS / 32;
 // A lane holds the weights of STEPS column tiles in registers, and multiplies one tile while the others are loading.
 constexpr int STEPS = EXPERT_FEW_PAIRS_STEPS;
 
+// The sizes of a product. `RawSizes` in expert_few_pairs.rs mirrors this struct.
+struct Sizes {
+    int rows, columns;  // of each expert's matrix
+    int tiled_rows;     // of h (see mxfp4_tiles.cuh)
+    int experts;
+    int chosen;     // experts per token
+    int max_pairs;  // per tile: 8, 16 or 24; an expert with more pairs has several tiles
+};
+static_assert(sizeof(Sizes) == 24, "RawSizes in expert_few_pairs.rs has 24 bytes");
+
 // The matrix of one expert. `steps`, the number of column tiles, is a multiple of STEPS.
 struct Matrix {
     const uint8_t *blocks, *scales;
@@ -239,13 +249,13 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& output, cons
 // Computes gate_up or down for the pairs of all experts.
 //   grid: one block per multiprocessor; block: EXPERT_FEW_PAIRS_THREADS
 //   shared memory: x or h [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
-//   max_pairs: 8, 16 or 24; an expert with more pairs has several tiles
 //   bytes moved: an expert's weights once per tile of pairs; the output once; a tile's x or h once per block that has
 //     row pairs of the tile, mostly from L2
 template <typename T, bool GATE_UP, typename X>
 __device__ void multiply_experts(const Weights& weights, const Output<T>& output, const X* x, const uint32_t* offsets,
-                                 int experts, int chosen, int max_pairs) {
+                                 const Sizes& sizes) {
     extern __shared__ __align__(1024) unsigned char shared[];
+    const int experts = sizes.experts, max_pairs = sizes.max_pairs;
     const int row_tiles = (weights.rows + 15) / 16, steps = (weights.columns + STEP - 1) / STEP,
               row_pairs = (weights.rows + 31) / 32;
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
@@ -283,11 +293,11 @@ __device__ void multiply_experts(const Weights& weights, const Output<T>& output
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
         // For gate_up, convert x before loading weights. Doing both at the same time would need too many registers.
-        if constexpr (GATE_UP) load_x<T>(x, output, tile, weights.columns, steps, chosen, padded_pairs, shared);
+        if constexpr (GATE_UP) load_x<T>(x, output, tile, weights.columns, steps, sizes.chosen, padded_pairs, shared);
         const auto load = [&] {
             if constexpr (!GATE_UP) {
                 pdl_wait();
-                load_x<T>(x, output, tile, weights.columns, steps, chosen, padded_pairs, shared);
+                load_x<T>(x, output, tile, weights.columns, steps, sizes.chosen, padded_pairs, shared);
             }
         };
         if (padded_pairs == 8)
@@ -302,25 +312,23 @@ __device__ void multiply_experts(const Weights& weights, const Output<T>& output
 
 // The inputs and the output of each product:
 //   gate_up: x f32 [tokens, hidden], paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]
-//     rows = 2 · intermediate, columns = hidden
+//     sizes.rows = 2 · intermediate, sizes.columns = hidden
 //   down: tiled h, grouped weights, bias [experts, hidden] -> y [pairs, hidden]
-//     rows = hidden, columns = intermediate
+//     sizes.rows = hidden, sizes.columns = intermediate
 // `hidden` and `intermediate` are multiples of 64 · STEPS.
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(EXPERT_FEW_PAIRS_THREADS, 1)                                          \
         expert_few_pairs_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const float* x, \
-                                          const uint32_t* sorted, const uint32_t* offsets, T* h, int rows,             \
-                                          int columns, int tiled_rows, int experts, int chosen, int max_pairs,         \
+                                          const uint32_t* sorted, const uint32_t* offsets, T* h, Sizes sizes,          \
                                           float limit) {                                                               \
-        const Output<T> output = {bias, sorted, h, tiled_rows, limit, Factors<T>::X_FACTOR};                           \
-        multiply_experts<T, true>({blocks, scales, rows, columns}, output, x, offsets, experts, chosen, max_pairs);    \
+        const Output<T> output = {bias, sorted, h, sizes.tiled_rows, limit, Factors<T>::X_FACTOR};                     \
+        multiply_experts<T, true>({blocks, scales, sizes.rows, sizes.columns}, output, x, offsets, sizes);             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(EXPERT_FEW_PAIRS_THREADS, 1)                                          \
         expert_few_pairs_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,        \
-                                       const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns,   \
-                                       int tiled_rows, int experts, int chosen, int max_pairs) {                       \
-        multiply_experts<T, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets,   \
-                                   experts, chosen, max_pairs);                                                        \
+                                       const uint32_t* sorted, const uint32_t* offsets, T* y, Sizes sizes) {           \
+        const Output<T> output = {bias, sorted, y, sizes.tiled_rows, 0.0f};                                            \
+        multiply_experts<T, false>({blocks, scales, sizes.rows, sizes.columns}, output, h, offsets, sizes);            \
     }
 DEFINE(__half, f16)
 DEFINE(__nv_bfloat16, bf16)

@@ -2,9 +2,27 @@
 
 use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 
+use super::mxfp4_tiles::Mxfp4Tiles;
 use crate::kernels::constants::{EXPERT_FEW_PAIRS_STEPS, EXPERT_FEW_PAIRS_THREADS, MXFP4_TILE_COLUMNS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
+
+/// Mirrors `Sizes` in `expert_few_pairs.cu`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RawSizes {
+    rows: i32,
+    columns: i32,
+    tiled_rows: i32,
+    experts: i32,
+    chosen: i32,
+    max_pairs: i32,
+}
+
+const _: () = assert!(size_of::<RawSizes>() == 24);
+// SAFETY: the struct has C layout and contains only integers.
+unsafe impl DeviceRepr for RawSizes {}
 
 /// The tile size and the launch shape of the kernels in `expert_few_pairs.cu`.
 #[derive(Clone, Copy)]
@@ -31,6 +49,27 @@ impl FewPairsKernel {
             shape: LaunchShape::linear(blocks, EXPERT_FEW_PAIRS_THREADS)
                 .with_shared_bytes(shared_bytes(max_pairs, columns)),
         }))
+    }
+
+    /// Adds the sizes of the product with all matrices in `tiles`.
+    /// h has `tiled_rows` rows, and each token has `chosen` experts.
+    pub fn add_sizes(
+        self,
+        arguments: Arguments,
+        tiles: &Mxfp4Tiles,
+        tiled_rows: usize,
+        chosen: usize,
+    ) -> Result<Arguments> {
+        let (experts, rows, columns) = tiles.dims();
+        let sizes = RawSizes {
+            rows: i32::try_from(rows)?,
+            columns: i32::try_from(columns)?,
+            tiled_rows: i32::try_from(tiled_rows)?,
+            experts: i32::try_from(experts)?,
+            chosen: i32::try_from(chosen)?,
+            max_pairs: i32::try_from(self.max_pairs)?,
+        };
+        Ok(arguments.value(sizes, []))
     }
 
     /// Returns the launch for `product`, which is `gate_up` or `down`.

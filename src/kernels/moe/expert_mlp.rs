@@ -74,25 +74,22 @@ pub fn expert_mlp(
         ProductKernel::FewPairs(_) => x.clone(),
         ProductKernel::ManyPairs { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
     };
-    let arguments = |linear: ExpertLinear, input: &Tensor, output: &Tensor, rows: usize, columns: usize| {
+    let arguments = |linear: ExpertLinear, input: &Tensor, output: &Tensor| {
         let arguments = kernel
             .weight_arguments(linear.tiles)?
             .tensor(linear.bias)?
             .tensor(input)?
             .tensor(&routed.sorted)?
             .tensor(&routed.offsets)?
-            .tensor(output)?
-            .int(rows)
-            .int(columns)
-            .int(tiled_rows)
-            .int(experts);
-        Ok::<_, candle_core::Error>(match kernel {
-            ProductKernel::FewPairs(kernel) => arguments.int(chosen).int(kernel.max_pairs),
-            ProductKernel::ManyPairs { .. } => arguments,
-        })
+            .tensor(output)?;
+        let (experts, rows, columns) = linear.tiles.dims();
+        match kernel {
+            ProductKernel::FewPairs(kernel) => kernel.add_sizes(arguments, linear.tiles, tiled_rows, chosen),
+            ProductKernel::ManyPairs { .. } => Ok(arguments.int(rows).int(columns).int(tiled_rows).int(experts)),
+        }
     };
-    let up_arguments = arguments(gate_up, &x_or_tiled, &h, up_rows, columns)?.float(limit);
-    let down_arguments = arguments(down, &h, &y, columns, intermediate)?;
+    let up_arguments = arguments(gate_up, &x_or_tiled, &h)?.float(limit);
+    let down_arguments = arguments(down, &h, &y)?;
     // SAFETY: all shapes are checked above. The pairs have only experts of the layer: `RoutedPairs::route` chooses no
     // others, and the callers of `RoutedPairs::new` guarantee valid ids.
     // For a wgmma kernel, `weight_arguments` gives the boxes of the tensor maps the size of a ring buffer stage.
