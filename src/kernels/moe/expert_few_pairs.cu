@@ -11,8 +11,8 @@
 // With few pairs, mma.sync needs fewer cycles per weight than wgmma, so both kernels use only mma.sync.
 //
 // A row pair is two row tiles (32 weight rows).
-// A unit of work multiplies a tile of (token, expert) pairs by one row pair of its expert.
-// The thread blocks divide all units evenly. For each tile, a block divides its row pairs evenly among its warps.
+// A work item (work_items.cuh) multiplies a tile of (token, expert) pairs by one row pair of its expert.
+// The thread blocks divide all work items evenly. For each tile, a block divides its row pairs evenly among its warps.
 // The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares of the warps depend on the routing of all tokens, and the order of the additions depends on the shares.
@@ -145,6 +145,25 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& output, int rows
         results.store(n * 8, pair_of_lane<GATE_UP>(output, tile, n * 8), {sums[0][n], sums[1][n]}, bias);
 }
 
+// Stores the sums of this warp in shared memory: float4 [WARPS][2 · N][lane].
+template <int N> __device__ __forceinline__ void store_partial(float4* partials, const Sums<N>& sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i)
+        partials[(warp * 2 * N + i) * 32 + lane] = *reinterpret_cast<const float4*>(sums[i / N][i % N]);
+}
+
+// Adds the sums that warp `warp` has stored with store_partial to `sums`.
+template <int N> __device__ __forceinline__ void add_partial(Sums<N>& sums, const float4* partials, int warp) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) {
+        const float4 part = partials[(warp * 2 * N + i) * 32 + lane];
+        float (&sum)[4] = sums[i / N][i % N];
+        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    }
+}
+
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x (gate_up) or h (down).
 // Stores the results. The rows of x or h are in shared memory at address `xs`: [steps][8 · N rows][128 bytes].
 // For down, `load_x` waits for the previous kernel and starts copying the rows of h.
@@ -189,9 +208,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
         const bool ends_here = ++group == groups;
         if (!ends_here && left > 1) continue;
         if (!starts_here) {
-#pragma unroll
-            for (int i = 0; i < 2 * N; ++i)
-                partials[(warp * 2 * N + i) * 32 + lane] = *reinterpret_cast<const float4*>(sums[i / N][i % N]);
+            store_partial<N>(partials, sums);
         } else if (ends_here) {
             store_row_pair<T, GATE_UP, N>(output, rows, tile, row_pair, sums);
         } else {
@@ -206,15 +223,8 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     // 3. If this warp started a row pair that later warps continued, add their partial sums and store the results.
     __syncthreads();
     if (!is_open) return;
-    for (int other = warp + 1; other < WARPS && begin(other) < (row_pair - first + 1) * groups; ++other) {
-        if (begin(other) == begin(other + 1)) continue;
-#pragma unroll
-        for (int i = 0; i < 2 * N; ++i) {
-            const float4 part = partials[(other * 2 * N + i) * 32 + lane];
-            float (&sum)[4] = sums[i / N][i % N];
-            sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-        }
-    }
+    for (int other = warp + 1; other < WARPS && begin(other) < (row_pair - first + 1) * groups; ++other)
+        if (begin(other) != begin(other + 1)) add_partial<N>(sums, partials, other);
     store_row_pair<T, GATE_UP, N>(output, rows, tile, row_pair, sums);
 }
 
@@ -267,13 +277,8 @@ __device__ void multiply_experts(const Weights& weights, const Output<T>& output
         pdl_launch_dependents();
     }
 
-    // 1. Find this block's units of work.
-    int total = 0;
-    for (int base = 0; base < experts; base += 32) {
-        const int expert = base + threadIdx.x % 32;
-        const int pairs = expert < experts ? offsets[expert + 1] - offsets[expert] : 0;
-        total += __reduce_add_sync(ALL_LANES, (pairs + max_pairs - 1) / max_pairs * row_pairs);
-    }
+    // 1. Find this block's work items.
+    const int total = count_work_items(offsets, experts, max_pairs, row_pairs);
     int next = (long long)total * blockIdx.x / gridDim.x;
     const int end = (long long)total * (blockIdx.x + 1) / gridDim.x;
 

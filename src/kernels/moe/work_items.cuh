@@ -10,6 +10,18 @@ struct WorkItem {
     int row;           // the expert's first row in tiled x and h
 };
 
+// Returns the number of work items of all experts. The arguments are the same as in find_work_item.
+// All lanes of the warp must call count_work_items.
+__device__ __forceinline__ int count_work_items(const uint32_t* offsets, int experts, int max_pairs, int tile_items) {
+    int total = 0;
+    for (int base = 0; base < experts; base += 32) {
+        const int expert = base + threadIdx.x % 32;
+        const int pairs = expert < experts ? offsets[expert + 1] - offsets[expert] : 0;
+        total += __reduce_add_sync(ALL_LANES, (pairs + max_pairs - 1) / max_pairs * tile_items);
+    }
+    return total;
+}
+
 // Finds work item `number`. Returns false if `number` is past the last work item.
 // An expert with p pairs has ceil(p / max_pairs) tiles of up to `max_pairs` pairs, and `tile_items` work items per
 // tile. All lanes of the warp must call find_work_item with the same `number`.
