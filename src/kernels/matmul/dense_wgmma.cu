@@ -55,6 +55,34 @@ struct Position {
 
 enum class ProductKind { Plain, Gated, Logits };
 
+// Returns the first row of the block's tile `tile`. A block multiplies every gridDim.y-th tile of w.
+__device__ __forceinline__ int first_row_of(int tile, int tile_rows) {
+    return (int)(blockIdx.y + tile * gridDim.y) * tile_rows;
+}
+
+// Copies w and x to the ring buffer. Each copy fills the part of a stage for w or x, and arrives at a barrier of
+// `full`. `w` and `x` are references to kernel parameters, because copy_tensor needs the address of the parameter.
+template <int TOKENS, bool GATED> struct Copies {
+    const TensorMap &w, &x;
+    const uint32_t ring;
+    uint64_t* const full;  // the barriers of the stages
+    const int first_step, tile_rows;
+
+    __device__ __forceinline__ void copy_w(const Position& p, int stage) const {
+        const uint32_t to = ring + stage * Ring<TOKENS>::STAGE_BYTES, barrier = shared_address(&full[stage]);
+        const int x = (first_step + p.step) * ROW_BYTES, row = first_row_of(p.tile, tile_rows);
+        barrier_expect(barrier, ((GATED ? 2 : 1) * tile_rows + TOKENS) * ROW_BYTES);
+        if constexpr (GATED)
+            copy_tensor(to, w, x, 0, 0, row / 8, barrier);
+        else
+            copy_tensor(to, w, x, row, 0, barrier);
+    }
+    __device__ __forceinline__ void copy_x(const Position& p, int stage) const {
+        const uint32_t to = ring + stage * Ring<TOKENS>::STAGE_BYTES + Ring<TOKENS>::W_BYTES;
+        copy_tensor(to, x, (first_step + p.step) * ROW_BYTES, 0, 0, shared_address(&full[stage]));
+    }
+};
+
 // The arguments that only some kinds of kernels have.
 struct KindArguments {
     int activation;
@@ -114,6 +142,22 @@ __device__ __forceinline__ void store_tile(const float (&sums)[TOKENS / 2], Y* t
     }
 }
 
+// In kernels for logits: compares the logits of this lane in a tile with the largest logits so far.
+// The lane has logits of row `row` if `has_row` is true, and of the row 8 rows below if `has_below` is true.
+template <int TOKENS>
+__device__ __forceinline__ void update_largest(float (&largest)[TOKENS / 4], int (&largest_row)[TOKENS / 4],
+                                               const float (&sums)[TOKENS / 2], int row, bool has_row, bool has_below) {
+    const auto compare = [&](int t, float logit, int row) {
+        if (logit > largest[t]) largest[t] = logit, largest_row[t] = row;
+    };
+#pragma unroll
+    for (int t = 0; t < TOKENS / 4; ++t) {
+        const int i = t / 2 * 4 + t % 2;
+        if (has_row) compare(t, sums[i], row);
+        if (has_below) compare(t, sums[i + 2], row + 8);
+    }
+}
+
 // Stores the largest logit of each token in all rows of this block.
 template <int TOKENS>
 __device__ __forceinline__ void store_largest(const float (&largest)[TOKENS / 4], const int (&largest_row)[TOKENS / 4],
@@ -140,7 +184,6 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                             int tile_rows, const KindArguments& arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool GATED = KIND == ProductKind::Gated;
-    constexpr int W_BYTES = Ring<TOKENS>::W_BYTES, STAGE_BYTES = Ring<TOKENS>::STAGE_BYTES;
     constexpr int STAGES = Ring<TOKENS>::STAGES;
     extern __shared__ uint8_t shared[];
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
@@ -149,24 +192,11 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     const int part = blockIdx.x, parts = gridDim.x;
     const int all_steps = (columns + COLUMNS - 1) / COLUMNS, first_step = all_steps * part / parts;
     const int steps = all_steps * (part + 1) / parts - first_step;  // of each tile
-    // This block multiplies the tiles blockIdx.y, blockIdx.y + gridDim.y and so on.
+    // The number of tiles of this block.
     const int tiles = ((rows + tile_rows - 1) / tile_rows - 1 - blockIdx.y) / gridDim.y + 1;
-    const auto first_row_of = [&](int tile) { return (int)(blockIdx.y + tile * gridDim.y) * tile_rows; };
 
     // 1. Copy. No running kernel writes w, so the first copies of w start before pdl_wait().
-    const auto copy_w = [&](const Position& p, int stage) {
-        const uint32_t to = ring + stage * STAGE_BYTES, barrier = shared_address(&full[stage]);
-        const int x = (first_step + p.step) * ROW_BYTES, row = first_row_of(p.tile);
-        barrier_expect(barrier, ((GATED ? 2 : 1) * tile_rows + TOKENS) * ROW_BYTES);
-        if constexpr (GATED)
-            copy_tensor(to, w, x, 0, 0, row / 8, barrier);
-        else
-            copy_tensor(to, w, x, row, 0, barrier);
-    };
-    const auto copy_x = [&](const Position& p, int stage) {
-        copy_tensor(ring + stage * STAGE_BYTES + W_BYTES, x, (first_step + p.step) * ROW_BYTES, 0, 0,
-                    shared_address(&full[stage]));
-    };
+    const Copies<TOKENS, GATED> copies = {w, x, ring, full, first_step, tile_rows};
     const int all_copies = tiles * steps, early_copies = min(all_copies, STAGES);
     Position next_w(steps), next_x(steps);
     if (warp == MULTIPLYING_WARPS && elect_lane()) {
@@ -176,18 +206,18 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         }
         // The fence makes the initialized barriers visible to the bulk copies.
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        for (int i = 0; i < early_copies; ++i, next_w.next()) copy_w(next_w, i);
+        for (int i = 0; i < early_copies; ++i, next_w.next()) copies.copy_w(next_w, i);
     }
     __syncthreads();
     if (warp == MULTIPLYING_WARPS) {
         if (elect_lane()) {
             pdl_wait();
             pdl_launch_dependents();
-            for (int i = 0; i < early_copies; ++i, next_x.next()) copy_x(next_x, i);
+            for (int i = 0; i < early_copies; ++i, next_x.next()) copies.copy_x(next_x, i);
             for (int i = STAGES, stage = 0, parity = 0; i < all_copies; ++i, next_x.next()) {
                 barrier_wait(shared_address(&empty[stage]), parity);
-                copy_w(next_x, stage);
-                copy_x(next_x, stage);
+                copies.copy_w(next_x, stage);
+                copies.copy_x(next_x, stage);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
@@ -210,19 +240,12 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         // Of the 16 rows that a warp multiplies, a lane has row lane / 4 and the row 8 rows below.
         // In gated kernels, these are a gate row and its up row.
         pdl_wait();
-        const int first_row = first_row_of(tile), row = warp * (GATED ? 8 : 16) + lane / 4, first_token = lane % 4 * 2;
+        const int first_row = first_row_of(tile, tile_rows), row = warp * (GATED ? 8 : 16) + lane / 4,
+                  first_token = lane % 4 * 2;
         const auto is_stored = [&](int row) { return row < tile_rows && first_row + row < rows; };
         const bool stores_row = is_stored(row), stores_below = !GATED && is_stored(row + 8);
         if constexpr (KIND == ProductKind::Logits) {
-            const auto compare = [&](int t, float logit, int row) {
-                if (logit > largest[t]) largest[t] = logit, largest_row[t] = first_row + row;
-            };
-#pragma unroll
-            for (int t = 0; t < TOKENS / 4; ++t) {
-                const int i = t / 2 * 4 + t % 2;
-                if (stores_row) compare(t, sums[i], row);
-                if (stores_below) compare(t, sums[i + 2], row + 8);
-            }
+            update_largest<TOKENS>(largest, largest_row, sums, first_row + row, stores_row, stores_below);
             if (*arguments.skips_logits != 0) continue;
         }
         store_tile<KIND, TOKENS>(sums, y + (size_t)first_token * rows + first_row + row, rows, first_token, tokens,
