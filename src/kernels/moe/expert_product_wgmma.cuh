@@ -147,7 +147,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * S::TILE_BYTES + lane * 16);
     const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * S::TILE_SCALE_BYTES + g * 4);
-    // Load the biases and the indices of the pairs early, because loads just before the stores would delay the stores.
+    // 1. Load the biases and the indices of the pairs. Loads just before the stores would delay the stores.
     // In lane i, held[j] is the index of pair 32 · j + i of the tile.
     const int row_tile = tile.row_tile + warp;
     const float2 bias[1] = {row_bias<T, GATE_UP>(output, weights.rows, tile.expert, row_tile)};
@@ -157,6 +157,8 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
         for (int j = 0; j < (N + 31) / 32; ++j)
             held[j] = output.sorted[tile.first_pair + min(32 * j + lane, tile.pairs - 1)];
     }
+
+    // 2. Multiply all steps.
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
@@ -205,6 +207,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
     read_after_wgmma(sum);
     if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
 
+    // 3. Store the results.
     const ResultStore<T, GATE_UP, 1> results(output, weights.rows, tile, row_tile);
     if constexpr (S::TAKES_TURNS) turns.wait();
 #pragma unroll
