@@ -92,12 +92,20 @@ pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> R
 /// Begins the next layer of a forward pass.
 /// The embedding, each exchange between stages, and the final norm count as layers, too.
 pub fn begin_layer() {
-    PASS.with_borrow_mut(|pass| pass.as_mut().map(Pass::begin_layer));
+    PASS.with_borrow_mut(|pass| {
+        if let Some(pass) = pass {
+            pass.begin_layer();
+        }
+    });
 }
 
 /// Marks the end of the last layer of a forward pass. Later results, such as logits, are allocated outside the arena.
 pub fn end_layers() {
-    PASS.with_borrow_mut(|pass| pass.as_mut().map(Pass::end_layers));
+    PASS.with_borrow_mut(|pass| {
+        if let Some(pass) = pass {
+            pass.end_layers();
+        }
+    });
 }
 
 impl Pass {
@@ -105,7 +113,7 @@ impl Pass {
         Self { mode, has_ended: false }
     }
 
-    /// Takes a tensor from the arena. Returns `None` if the tensor must be allocated from candle's pool.
+    /// Takes a tensor from the arena, or counts its elements. Returns `None` if candle's pool must allocate the tensor.
     fn take(&mut self, shape: &Shape, dtype: DType) -> Option<Result<Tensor>> {
         if self.has_ended {
             return None;
