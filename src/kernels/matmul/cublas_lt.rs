@@ -111,6 +111,14 @@ struct ProductSizes {
     stride: usize,
 }
 
+/// The device addresses of w `[rows, columns]`, x `[tokens, columns]` and out `[tokens, rows]`.
+#[derive(Clone, Copy)]
+struct ProductAddresses {
+    w: u64,
+    x: u64,
+    out: u64,
+}
+
 /// Everything on which the choice of an algorithm depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct AlgorithmKey {
@@ -132,9 +140,9 @@ struct Algorithm {
 /// Returns x·wᵀ `[tokens, rows]` in a tensor of dtype F32.
 /// For [`EightBitType::Int8`], the F32 elements hold the bits of i32 sums.
 ///
-/// x `[tokens, columns]` and w `[rows, columns]` are U8 tensors whose bytes are elements of type `kind`.
+/// x `[tokens, columns]` and w `[rows, columns]` are U8 tensors whose bytes are elements of type `eight_bit_type`.
 /// `tokens` and `columns` are multiples of 16.
-pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+pub fn matmul_8bit(device: &CudaDevice, x: &Tensor, w: &Tensor, eight_bit_type: EightBitType) -> Result<Tensor> {
     let ((rows, columns), (tokens, x_columns)) = (w.dims2()?, x.dims2()?);
     if columns != x_columns
         || !columns.is_multiple_of(16)
@@ -154,8 +162,9 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     // It reads no element of `out`, because beta, the factor of the old output, is 0.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let sizes = ProductSizes { tokens, rows, columns, stride: rows };
+    let addresses = ProductAddresses { w: address(w)?, x: address(x)?, out: address(&out)? };
     // SAFETY: the tensors have these sizes. `address` checks that they are contiguous and on a GPU.
-    unsafe { multiply(device, Elements::EightBit(kind), sizes, address(w)?, address(x)?, address(&out)?)? };
+    unsafe { multiply(device, Elements::EightBit(eight_bit_type), sizes, addresses)? };
     Ok(out)
 }
 
@@ -189,13 +198,14 @@ pub unsafe fn gemm(
         bail!("cannot multiply {:?} matrices into an output of dtype {out_dtype:?}", x.dtype());
     }
     let elements = Elements::Float { input: x.dtype(), output: out_dtype };
+    let sizes = ProductSizes { tokens, rows, columns, stride };
+    let addresses = ProductAddresses { w: address(w)?, x: address(x)?, out };
     // SAFETY: x and w have these sizes. `address` checks that they are contiguous and on a GPU.
     // The caller guarantees that `out` is valid.
-    unsafe { multiply(device, elements, ProductSizes { tokens, rows, columns, stride }, address(w)?, address(x)?, out) }
+    unsafe { multiply(device, elements, sizes, addresses) }
 }
 
-/// Queues out = x·wᵀ. `w`, `x` and `out` are the addresses of w `[rows, columns]`, x `[tokens, columns]` and
-/// out `[tokens, rows]`.
+/// Queues out = x·wᵀ.
 ///
 /// # Safety
 /// The matrices must be in the memory of the device, and must have the sizes and element types that the arguments give.
@@ -203,9 +213,7 @@ unsafe fn multiply(
     device: &CudaDevice,
     elements: Elements,
     sizes: ProductSizes,
-    w: u64,
-    x: u64,
-    out: u64,
+    ProductAddresses { w, x, out }: ProductAddresses,
 ) -> Result<()> {
     // If a size overflowed i32, some algorithms would read or write out of bounds. `rows` is at most `stride`.
     if [sizes.tokens, sizes.columns, sizes.stride].into_iter().any(|size| i32::try_from(size).is_err()) {

@@ -287,7 +287,7 @@ fn multiply_eight_bit(
     let (Some(low), Some(weight_scales)) = (&matrix.planes[0], &matrix.planes[2]) else {
         bail!("cannot multiply in 8 bits: format {:?} has no row scales", matrix.format)
     };
-    let sums = matmul_8bit(device, eight_bit_type, low, &x.values)?;
+    let sums = matmul_8bit(device, &x.values, low, eight_bit_type)?;
     let arguments = Arguments::new()
         .tensor(&sums)?
         .tensor(&x.scales)?
