@@ -35,9 +35,12 @@ pub(super) struct FewPairsKernel {
 impl FewPairsKernel {
     /// Chooses the largest tile for which a thread block has enough shared memory on this GPU.
     /// Returns `None` if no tile fits, or if the kernels do not support the sizes of the experts.
-    pub fn choose(device: &CudaDevice, hidden: usize, intermediate: usize) -> Result<Option<Self>> {
-        let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_STEPS;
-        let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(group);
+    /// `gate_up` are the fused gate and up weights.
+    pub fn choose(device: &CudaDevice, gate_up: &Mxfp4Tiles) -> Result<Option<Self>> {
+        let (_, gate_up_rows, hidden) = gate_up.dims();
+        let intermediate = gate_up_rows / 2;
+        let group_columns = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_STEPS;
+        let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(group_columns);
         if !is_supported(hidden) || !is_supported(intermediate) {
             return Ok(None);
         }

@@ -73,11 +73,11 @@ impl Mxfp4Tiles {
 
     /// Returns tensor maps of the blocks and of the scales.
     /// A map has the dimensions `[experts, rows of tiles, bytes of a row of tiles]`.
-    /// A box contains `row_tiles` × `steps` adjacent tiles of one expert.
-    pub fn tensor_maps(&self, row_tiles: usize, steps: usize) -> Result<[TensorMap; 2]> {
+    /// A box contains `row_tiles` × `column_tiles` adjacent tiles of one expert.
+    pub fn tensor_maps(&self, row_tiles: usize, column_tiles: usize) -> Result<[TensorMap; 2]> {
         let map = |tensor: &Tensor| {
-            let (experts, height, columns, bytes) = tensor.dims4()?;
-            TensorMap::new(tensor, [experts, height, columns * bytes], [row_tiles, steps * bytes], BoxOrder::Plain)
+            let (experts, height, width, bytes) = tensor.dims4()?;
+            TensorMap::new(tensor, [experts, height, width * bytes], [row_tiles, column_tiles * bytes], BoxOrder::Plain)
         };
         Ok([map(&self.blocks)?, map(&self.scales)?])
     }

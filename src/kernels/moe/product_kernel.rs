@@ -37,12 +37,12 @@ impl ProductKernel {
     /// order of additions.
     /// `gate_up` are the fused gate and up weights.
     pub fn choose(device: &CudaDevice, pairs: usize, gate_up: &Mxfp4Tiles, sum_order: SumOrder) -> Result<Self> {
-        let (experts, rows, columns) = gate_up.dims();
+        let experts = gate_up.dims().0;
         let multiprocessors = multiprocessors(device)?;
         // The kernels in `expert_mlp.cu` always add the products of a row in the same order.
         // The kernels in `expert_few_pairs.cu` divide the sums of some rows among warps, depending on the routing.
         if sum_order == SumOrder::Fastest
-            && let Some(kernel) = FewPairsKernel::choose(device, columns, rows / 2)?
+            && let Some(kernel) = FewPairsKernel::choose(device, gate_up)?
         {
             // If an expert has more pairs than fit in a tile, its weights are read again for the next tile.
             // Some experts have more pairs than the average, so a tile must have room for twice the average.
