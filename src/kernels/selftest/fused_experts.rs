@@ -10,14 +10,16 @@ use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
 use crate::kernels::moe::route::RoutedPairs;
 
+#[derive(Clone, Copy)]
+pub(super) struct ExpertCase {
+    pub tokens: usize,
+    pub hidden: usize,
+    pub intermediate: usize,
+}
+
 /// Computes the MLP of the routed experts: with fused kernels on a GPU, and with separate operations on a CPU.
-pub(super) fn fused_experts(
-    target: CheckTarget,
-    noise: &mut Noise,
-    tokens: usize,
-    hidden: usize,
-    intermediate: usize,
-) -> Result<Tensor> {
+pub(super) fn fused_experts(target: CheckTarget, noise: &mut Noise, case: ExpertCase) -> Result<Tensor> {
+    let ExpertCase { tokens, hidden, intermediate } = case;
     let (experts, chosen) = (5, 3);
     // Halve the inputs, which is exact, so that fewer gate and up values exceed the clamp limit.
     // Clamping would hide errors in these values.

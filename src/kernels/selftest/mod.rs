@@ -26,6 +26,8 @@ use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::{Addend, add_norm};
 use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
+#[cfg(feature = "cuda")]
+use fused_experts::{ExpertCase, fused_experts};
 use inputs::{CheckTarget, Noise};
 
 #[cfg(feature = "cuda")]
@@ -119,12 +121,11 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
         // `expert_few_pairs.cu` requires hidden and intermediate sizes that are multiples of 192.
-        for (name, tokens, hidden, intermediate) in
-            [("expert_mlp, few tokens", 5, 192, 384), ("expert_mlp, many tokens", 301, 96, 160)]
-        {
-            checks.push(check(name, target, 2.0 * rounding, &|target, noise| {
-                fused_experts::fused_experts(target, noise, tokens, hidden, intermediate)
-            }));
+        for (name, case) in [
+            ("expert_mlp, few tokens", ExpertCase { tokens: 5, hidden: 192, intermediate: 384 }),
+            ("expert_mlp, many tokens", ExpertCase { tokens: 301, hidden: 96, intermediate: 160 }),
+        ] {
+            checks.push(check(name, target, 2.0 * rounding, &|target, noise| fused_experts(target, noise, case)));
         }
     }
     checks
