@@ -158,6 +158,12 @@ __device__ __forceinline__ void update_largest(float (&largest)[TOKENS / 4], int
     }
 }
 
+// Waits until all threads of the multiplying warps have arrived. __syncthreads() would wait for the copying warp too.
+__device__ __forceinline__ void multiplying_warps_sync() {
+    // __syncthreads() uses hardware barrier 0.
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * MULTIPLYING_WARPS) : "memory");
+}
+
 // Stores the largest logit of each token in all rows of this block.
 template <int TOKENS>
 __device__ __forceinline__ void store_largest(const float (&largest)[TOKENS / 4], const int (&largest_row)[TOKENS / 4],
@@ -170,7 +176,7 @@ __device__ __forceinline__ void store_largest(const float (&largest)[TOKENS / 4]
         for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(ALL_LANES, key, offset));
         if (lane < 4) of_warps[warp][t / 2 * 8 + lane * 2 + t % 2] = key;
     }
-    __syncthreads();
+    multiplying_warps_sync();
     for (int token = threadIdx.x; token < tokens; token += 32 * MULTIPLYING_WARPS) {
         unsigned long long key = 0;
         for (int other = 0; other < MULTIPLYING_WARPS; ++other) key = max(key, of_warps[other][token]);
@@ -221,7 +227,6 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        if constexpr (KIND == ProductKind::Logits) __syncthreads();  // the barrier of step 4
         return;
     }
 
