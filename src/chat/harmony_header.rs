@@ -37,6 +37,9 @@ pub struct ParsedHeader {
     pub recipient: Option<String>,
     /// Whether `<|channel|>` and a channel that harmony defines are present, and the role is allowed in this header.
     pub is_well_formed: bool,
+    /// Whether the header may become well-formed: the role is `assistant` or implied, and the text after `<|channel|>`
+    /// begins with a channel that harmony defines, or is the beginning of one. This text may be empty.
+    pub is_valid_start: bool,
     /// The text at the end of the header that belongs, or may belong, to the content instead.
     pub rest: String,
     /// Whether later tokens may show that `rest` is part of the header.
@@ -106,12 +109,18 @@ impl PartialHeader {
         // Without a generated `<|start|>`, a role violates the format. But if the prompt ends with
         // `<|start|>assistant`, models often generate `assistant` again.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
+        let is_assistant = matches!(role, "" | "assistant");
+        let begins_channel = |text: &String| {
+            let text = text.trim_start();
+            CHANNELS.iter().any(|channel| channel.starts_with(text) || text.starts_with(channel))
+        };
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
         Ok(ParsedHeader {
             channel,
             recipient: recipient.map(str::to_string),
             is_well_formed: self.channel.is_some() && CHANNELS.contains(&name) && !foreign && !repeated,
+            is_valid_start: is_assistant && !repeated && channel_text.as_ref().is_some_and(begins_channel),
             rest: rest.to_string(),
             is_undecided,
             words: words.join(" "),

@@ -12,7 +12,7 @@ use anyhow::Result;
 
 use super::channel::{Channel, Delta};
 use super::harmony::Harmony;
-use super::harmony_header::{CHANNELS, Opening, ParsedHeader, PartialHeader, push_words};
+use super::harmony_header::{Opening, ParsedHeader, PartialHeader, push_words};
 use super::message::ToolCall;
 use super::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
@@ -269,9 +269,7 @@ enum Unfinished {
 impl Unfinished {
     fn new(header: &PartialHeader, parsed: &ParsedHeader, ending: Ending) -> Self {
         let is_cut_off = ending == Ending::Generation && header.channel.is_some();
-        let words = parsed.words.trim_start();
-        let has_channel = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
-        if is_cut_off && has_channel && (parsed.rest.is_empty() || parsed.is_undecided) {
+        if is_cut_off && parsed.is_valid_start && (parsed.rest.is_empty() || parsed.is_undecided) {
             Self::ValidStart
         } else if (is_cut_off && parsed.is_undecided) || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
             Self::Words

@@ -177,10 +177,15 @@ fn unfinished_headers_are_answers_only_as_a_last_resort() {
     check("", &[]);
     check("<|return|>", &[]);
     // A header that is cut off after an answer is dropped too.
-    for header in ["ana", "analysis", "commentary to", "commentary json"] {
+    for header in ["", "ana", "analysis", "commentary to", "commentary json"] {
         let text = format!("<|channel|>final<|message|>Yes.<|end|><|start|>assistant<|channel|>{header}");
-        check(&text, &[(Answer, "Yes.")]);
+        assert_eq!(check(&text, &[(Answer, "Yes.")]).format_violations, 0, "{text}");
+        // A header with a role is dropped even if the model has generated nothing else.
+        check(&format!("<|start|>assistant<|channel|>{header}"), &[]);
     }
+    // A role that is not allowed is a violation.
+    let text = "<|channel|>final<|message|>Yes.<|end|><|start|>user<|channel|>fin";
+    assert_eq!(check(text, &[(Answer, "Yes.")]).format_violations, 1);
     let endless = "x".repeat(500);
     check(&format!("<|channel|>{endless}"), &[(Answer, &endless)]);
     check(&format!("<|start|>{endless}"), &[(Answer, &endless)]);
