@@ -243,6 +243,7 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     let fields = json!({
         "user": "ada", "metadata": { "a": 1 }, "store": false, "made_up": 1, "absent": null, "max_tokens": 5,
         "messages": [{ "role": "user", "content": "Hi", "annotations": [] }], "reasoning_effort": "minimal",
+        "tools": [{ "type": "function", "cache": 1, "function": { "name": "f", "returns": {} } }],
     });
     let response = server.chat(fields.clone());
     response.ok();
@@ -253,6 +254,8 @@ fn fields_without_effect_are_named_and_can_be_refused() {
         "store",
         "made_up",
         "messages[].annotations",
+        "tools[].cache",
+        "tools[].function.returns",
         "reasoning_effort (minimal is treated as low)",
     ] {
         assert!(ignored.split(", ").any(|field| field == name), "{name}: {ignored}");

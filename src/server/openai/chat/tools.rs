@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::chat::ChatFormat;
 use crate::engine::{Constraint, EngineHandle, Grammar, GrammarKind, ToolGrammar};
 use crate::server::generation::constraint::named;
-use crate::server::http::body::Fields;
+use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 
 /// The maximum number of tools in a request.
@@ -108,6 +108,8 @@ fn arguments_schema(parameters: &Value) -> Value {
 }
 
 /// Reads the fields `tools` and `tool_choice`.
+///
+/// Reports the unknown fields of a tool as ignored, unless the model has a chat template, which receives whole tools.
 pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiError> {
     fields.refuse("functions", &[json!([])], "use 'tools'")?;
     fields.refuse("function_call", &[json!("none"), json!("auto")], "use 'tool_choice'")?;
@@ -117,20 +119,28 @@ pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiErro
     }
     let mut tools = Vec::with_capacity(items.len());
     for (index, item) in items.into_iter().enumerate() {
-        check_tool(&format!("tools[{index}]"), item.clone())?;
+        let unknown = check_tool(&format!("tools[{index}]"), item.clone())?;
+        if !matches!(engine.language().chat, Some(ChatFormat::Template(_))) {
+            unknown.into_iter().for_each(|field| fields.ignore(field));
+        }
         tools.push(item);
     }
     let choice = read_choice(fields)?;
     Tools::new(fields, engine, tools, choice)
 }
 
-fn check_tool(path: &str, item: Value) -> Result<(), ApiError> {
+/// Checks a tool. Returns its unknown fields.
+fn check_tool(path: &str, item: Value) -> Result<Vec<IgnoredField>, ApiError> {
     let mut tool = Fields::nested(path, item)?;
     if tool.take_string("type")?.as_deref() != Some("function") {
         return Err(tool.invalid("type", "expected 'function'"));
     }
     let function = tool.take_object("function")?;
-    check_function(&mut function.ok_or_else(|| tool.invalid("function", "expected an object"))?)
+    let mut function = function.ok_or_else(|| tool.invalid("function", "expected an object"))?;
+    check_function(&mut function)?;
+    let mut unknown = tool.ignored();
+    unknown.extend(function.ignored());
+    Ok(unknown)
 }
 
 /// Checks the name of a function, and the types of `description`, `strict` and `parameters`.
