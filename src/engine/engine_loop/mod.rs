@@ -250,7 +250,8 @@ impl EngineLoop {
             let Job::Sequences(sequences) = job else { continue };
             // Call `is_canceled` only once per sequence, because a client can cancel between two calls.
             for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
-                end_sequence(sequence, Ok(FinishReason::Canceled), counters, outbox);
+                let reason = sequence.client_end().reason();
+                end_sequence(sequence, Ok(reason), counters, outbox);
             }
         }
         self.jobs.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));

@@ -3,6 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -116,6 +117,29 @@ fn a_completed_generation_does_not_count_as_canceled() {
         assert_eq!((idle.running, idle.canceled, idle.tokens_after_cancel), (0, canceled, 0));
     }
     assert!(engine.stats().generated_tokens < 4000);
+}
+
+#[test]
+fn a_request_that_completes_before_it_starts_does_not_count_as_canceled() {
+    let engine = demo(1024);
+    let (started, is_started) = mpsc::channel();
+    let (release, is_released) = mpsc::channel();
+    let handle = engine.handle();
+    let call = thread::spawn(move || {
+        let block = move |_: &mut _| {
+            started.send(()).unwrap();
+            is_released.recv().unwrap()
+        };
+        handle.with_runner(block).unwrap()
+    });
+    is_started.recv().unwrap();
+    // The engine thread receives the request only after the call.
+    let mut stream = endless(&engine, None);
+    stream.complete();
+    release.send(()).unwrap();
+    call.join().unwrap();
+    let idle = stats_when_idle(&engine);
+    assert_eq!((idle.ended, idle.canceled), (1, 0));
 }
 
 #[test]
