@@ -145,6 +145,7 @@ impl EngineHandle {
         let record = options.keeps_record.then(|| Arc::new(RequestRecord::new(&ids, chat.as_ref(), &options)));
         let constraint = self.prepare_constraint(&mut options, chat)?;
         let (mut sequences, mut streams) = (Vec::new(), Vec::new());
+        let ids = Arc::new(ids);
         for output in outputs {
             let (sender, events) = unbounded_channel();
             if self.info().ranks > 1 {
@@ -159,11 +160,13 @@ impl EngineHandle {
             let stream =
                 RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted, client_end);
             sequences.push(sequence);
-            let prompt = |top| ScoredPrompt { tokens: ids.clone(), top, logprobs: Vec::new() };
+            let prompt = |top| ScoredPrompt { tokens: ids.to_vec(), top, logprobs: Vec::new() };
             let prompt = options.prompt_logprobs.map(prompt);
             streams.push(stream.with_record(record.clone()).with_scored_prompt(prompt));
             options.sampling.seed = options.sampling.seed.wrapping_add(1);
         }
+        // With one answer, its sequence is then the only owner of the prompt, so the engine thread need not copy it.
+        drop(ids);
         let count = streams.len() as u64;
         stats::add(&counters.waiting, count);
         self.send(EngineCommand::Submit(sequences)).inspect_err(|_| stats::subtract(&counters.waiting, count))?;

@@ -18,7 +18,8 @@ use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
 
 /// The prompt, sampler, limits and event channel of one answer to a request.
 pub struct Sequence {
-    prompt: Vec<u32>,
+    /// The prompt, which all sequences of a request share.
+    prompt: Arc<Vec<u32>>,
     prompt_tokens: usize,
     /// Whether [`SequenceEvent::Started`] was added to the outbox.
     has_started: bool,
@@ -47,7 +48,7 @@ pub struct Sequence {
 impl Sequence {
     /// Creates a sequence. `model_stop_ids` are the stop tokens of the model.
     pub fn new(
-        prompt: Vec<u32>,
+        prompt: Arc<Vec<u32>>,
         options: &GenerateOptions,
         model_stop_ids: &[u32],
         events: UnboundedSender<SequenceEvent>,
@@ -92,8 +93,9 @@ impl Sequence {
     }
 
     /// Moves the prompt out of the sequence. Later calls return an empty list.
+    /// Copies the prompt only if other sequences of the request share it.
     pub fn take_prompt(&mut self) -> Vec<u32> {
-        std::mem::take(&mut self.prompt)
+        Arc::unwrap_or_clone(std::mem::take(&mut self.prompt))
     }
 
     /// Returns whether the client needs no more tokens, because it has canceled the request, dropped its stream,
