@@ -17,6 +17,8 @@ pub struct Output {
     stop: StopStrings,
     /// The number of tokens added so far.
     tokens: usize,
+    /// See [`answer_bytes`](Self::answer_bytes).
+    answer_bytes: usize,
     /// See [`GenerateOptions::min_tokens`].
     min_tokens: usize,
     stop_token_ids: Vec<u32>,
@@ -45,7 +47,8 @@ impl Output {
     fn new(language: Arc<Language>, reader: OutputReader, options: &GenerateOptions) -> Self {
         let GenerateOptions { stop, stop_token_ids, ignore_eos, min_tokens, .. } = options;
         let (stop, stop_token_ids) = (StopStrings::new(stop), stop_token_ids.clone());
-        Self { language, reader, stop, tokens: 0, min_tokens: *min_tokens, stop_token_ids, ignore_eos: *ignore_eos }
+        let (min_tokens, ignore_eos) = (*min_tokens, *ignore_eos);
+        Self { language, reader, stop, tokens: 0, answer_bytes: 0, min_tokens, stop_token_ids, ignore_eos }
     }
 
     /// Adds a token. Returns the new text, but holds back text that is incomplete or may begin a stop string.
@@ -86,6 +89,12 @@ impl Output {
         self.stop.found()
     }
 
+    /// Returns the length in bytes of the answer text that was decoded so far. This includes the text that is held back
+    /// because it may begin a stop string, and the stop string and the text after it.
+    pub fn answer_bytes(&self) -> usize {
+        self.answer_bytes
+    }
+
     /// Returns the tool calls so far. Without a chat format, returns an empty list.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.reader {
@@ -107,6 +116,9 @@ impl Output {
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
         let mut passed = Vec::new();
         for delta in deltas {
+            if delta.channel == Channel::Answer {
+                self.answer_bytes += delta.text.len();
+            }
             if delta.channel == Channel::Answer && self.tokens <= self.min_tokens {
                 passed.extend(answer(self.stop.push_unsearched(&delta.text)));
             } else if delta.channel == Channel::Answer {

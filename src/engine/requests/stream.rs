@@ -250,6 +250,14 @@ impl RequestStream {
         self.output.stop_string()
     }
 
+    /// Returns the length in bytes of the text that the model has generated on the answer channel so far.
+    ///
+    /// The text of the events is the beginning of this text. The rest is held back, because it may begin a stop string,
+    /// or is the stop string that ended the answer and the text after it.
+    pub fn answer_bytes(&self) -> usize {
+        self.output.answer_bytes()
+    }
+
     /// Returns how often the model has violated its chat format so far, by kind.
     pub fn violations(&self) -> FormatViolations {
         self.output.violations()

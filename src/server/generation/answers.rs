@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use futures_core::Stream;
 use tokio::sync::oneshot;
 
-use super::choice::{AnswerUpdate, Choice, Finish, finite_logprob};
+use super::choice::{AnswerUpdate, Choice, Finish};
+use super::text_tokens::finite_logprob;
 use super::usage::Usage;
 use crate::engine::{
     EngineHandle, Event, GenerationRecord, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt,
@@ -299,7 +300,12 @@ impl Answers {
             Event::End { summary, .. } => Some(summary.clone()),
             Event::Token { .. } => None,
         };
-        let update = answer.choice.push(event, answer.stream.tool_calls(), self.engine.tokenizer());
+        let update = answer.choice.push(
+            event,
+            answer.stream.tool_calls(),
+            answer.stream.answer_bytes(),
+            self.engine.tokenizer(),
+        );
         if update.is_complete {
             answer.stream.complete();
         }

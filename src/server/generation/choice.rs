@@ -4,8 +4,9 @@
 
 use serde::Serialize;
 
+use super::text_tokens::{ScoredToken, TextTokens};
 use crate::chat::{Channel, Delta, ToolCall};
-use crate::engine::{Event, FinishReason, Summary, TokenLogprobs};
+use crate::engine::{Event, FinishReason, Summary};
 use crate::server::ids;
 use crate::tokenizer::Tokenizer;
 
@@ -24,19 +25,6 @@ pub enum AnswerPiece {
         index: usize,
         text: String,
     },
-}
-
-/// A token of the content with its log probabilities.
-#[derive(Clone, Debug)]
-pub struct ScoredToken {
-    pub id: u32,
-    pub logprobs: TokenLogprobs,
-}
-
-/// Returns the log probability, but at least -9999, as in OpenAI's API.
-/// JSON cannot represent -inf, the value for impossible tokens.
-pub fn finite_logprob(logprob: f32) -> f32 {
-    logprob.max(-9999.0)
 }
 
 /// Why an answer ended, as in OpenAI's API.
@@ -72,21 +60,11 @@ pub struct AnswerUpdate {
 pub struct Choice {
     can_call_in_parallel: bool,
     must_call_named: bool,
-    /// Whether the tokens of the content include tokens without text, such as stop tokens.
-    keeps_all_tokens: bool,
-    /// The generated tokens that are not part of a piece yet.
-    pending: Vec<PendingToken>,
+    tokens: TextTokens,
     calls: Vec<SentCall>,
     /// The number of tool calls whose start was sent to the client.
     sent_calls: usize,
-    reasoning_tokens: usize,
     is_complete: bool,
-}
-
-/// A generated token that is not part of a piece yet.
-struct PendingToken {
-    id: u32,
-    logprobs: Option<TokenLogprobs>,
 }
 
 /// The part of a tool call that was already sent to the client.
@@ -104,11 +82,9 @@ impl Choice {
         Self {
             can_call_in_parallel: true,
             must_call_named: false,
-            keeps_all_tokens: false,
-            pending: Vec::new(),
+            tokens: TextTokens::default(),
             calls: Vec::new(),
             sent_calls: 0,
-            reasoning_tokens: 0,
             is_complete: false,
         }
     }
@@ -128,28 +104,36 @@ impl Choice {
     /// Sets whether the tokens of the content include tokens without text. Allowed only for an answer without a chat
     /// format, because the tokens of the format's headers and tags would be included too.
     pub fn with_all_tokens(self, keeps_all_tokens: bool) -> Self {
-        Self { keeps_all_tokens, ..self }
+        Self { tokens: TextTokens::new(keeps_all_tokens), ..self }
     }
 
     /// Returns the number of reasoning tokens so far.
     pub fn reasoning_tokens(&self) -> usize {
-        self.reasoning_tokens
+        self.tokens.reasoning_tokens()
     }
 
     /// Adds an event and returns the update of the answer. `calls` are all tool calls of the answer so far.
-    pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> AnswerUpdate {
+    /// `answer_bytes` is the length of the answer text so far, including text that is held back.
+    pub fn push(
+        &mut self,
+        event: Event,
+        calls: &[ToolCall],
+        answer_bytes: usize,
+        tokenizer: &Tokenizer,
+    ) -> AnswerUpdate {
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
-                let is_boundary = deltas.is_empty() && tokenizer.is_control(id);
-                self.add_token(PendingToken { id, logprobs }, is_boundary);
+                self.tokens.push(id, logprobs, tokenizer);
                 (deltas, None)
             }
             Event::End { deltas, summary } => (deltas, Some(summary)),
         };
         let mut out = AnswerUpdate::default();
-        self.send_text(deltas, tokenizer, &mut out);
-        if summary.is_some() && self.keeps_all_tokens {
-            let tokens = scored(std::mem::take(&mut self.pending));
+        let deltas = merged(deltas);
+        self.tokens.assign(&deltas, answer_bytes, tokenizer);
+        self.send_text(deltas, &mut out);
+        if summary.is_some() {
+            let tokens = self.tokens.finish();
             if !tokens.is_empty() {
                 out.pieces.push(AnswerPiece::Content(String::new(), tokens));
             }
@@ -159,63 +143,18 @@ impl Choice {
         out
     }
 
-    /// Adds a token to the pending tokens. If `is_boundary`, drops this token and all pending tokens instead,
-    /// unless the answer keeps all tokens.
-    ///
-    /// `is_boundary` is true for a control token without text. In harmony, such a token belongs to a header or ends a
-    /// message. In other formats, such a token is a tag, or a token that the parser drops.
-    fn add_token(&mut self, token: PendingToken, is_boundary: bool) {
-        if is_boundary && !self.keeps_all_tokens {
-            // Drop the pending tokens, which belong to a header or a tag and not to the text of the answer.
-            self.pending.clear();
-        } else {
-            self.pending.push(token);
-        }
-    }
-
     /// Adds new reasoning and content to `out`, with the tokens of the content.
-    fn send_text(&mut self, deltas: Vec<Delta>, tokenizer: &Tokenizer, out: &mut AnswerUpdate) {
-        let deltas = merged(deltas);
-        let tokens = self.take_tokens(&deltas, tokenizer);
-        for (Delta { channel, text }, tokens) in deltas.into_iter().zip(tokens) {
+    fn send_text(&mut self, deltas: Vec<Delta>, out: &mut AnswerUpdate) {
+        for Delta { channel, text } in deltas {
             match channel {
-                Channel::Reasoning => {
-                    self.reasoning_tokens += tokens.len();
-                    out.pieces.push(AnswerPiece::Reasoning(text));
+                Channel::Reasoning => out.pieces.push(AnswerPiece::Reasoning(text)),
+                Channel::Answer => {
+                    let tokens = self.tokens.release(text.len());
+                    out.pieces.push(AnswerPiece::Content(text, tokens));
                 }
-                Channel::Answer => out.pieces.push(AnswerPiece::Content(text, scored(tokens))),
                 Channel::ToolCall => {}
             }
         }
-    }
-
-    /// Takes the pending tokens of each delta. If there are no deltas, all tokens stay pending.
-    ///
-    /// Assigns tokens from the last delta to the first. Each delta gets the last unassigned tokens that cover its text.
-    /// The tokens left over belong to headers and tags, and are dropped.
-    /// If the answer keeps all tokens, the first delta gets them instead.
-    fn take_tokens(&mut self, deltas: &[Delta], tokenizer: &Tokenizer) -> Vec<Vec<PendingToken>> {
-        if deltas.is_empty() {
-            return Vec::new();
-        }
-        let mut pending = std::mem::take(&mut self.pending);
-        let mut tokens: Vec<_> = deltas
-            .iter()
-            .rev()
-            .map(|delta| {
-                let (mut start, mut covered) = (pending.len(), 0);
-                while start > 0 && covered < delta.text.len() {
-                    start -= 1;
-                    covered += tokenizer.table().bytes(pending[start].id).len();
-                }
-                pending.split_off(start)
-            })
-            .collect();
-        tokens.reverse();
-        if self.keeps_all_tokens {
-            tokens[0].splice(..0, pending);
-        }
-        tokens
     }
 
     /// Adds the new parts of the tool calls to `out`. `summary` is set only at the end of the answer.
@@ -263,12 +202,6 @@ impl Choice {
     }
 }
 
-/// Converts pending tokens to scored tokens. Omits tokens without log probabilities.
-fn scored(tokens: Vec<PendingToken>) -> Vec<ScoredToken> {
-    let scored = |PendingToken { id, logprobs }| Some(ScoredToken { id, logprobs: logprobs? });
-    tokens.into_iter().filter_map(scored).collect()
-}
-
 /// Joins consecutive texts of the same channel.
 fn merged(deltas: Vec<Delta>) -> Vec<Delta> {
     let mut merged: Vec<Delta> = Vec::with_capacity(deltas.len());
@@ -284,9 +217,15 @@ fn merged(deltas: Vec<Delta>) -> Vec<Delta> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::TokenLogprobs;
     use crate::runner::ExecutionMode;
+    use crate::tokenizer::ControlTokens;
 
     fn end(finish_reason: FinishReason) -> Event {
+        end_with(finish_reason, Vec::new())
+    }
+
+    fn end_with(finish_reason: FinishReason, deltas: Vec<Delta>) -> Event {
         let summary = Summary {
             finish_reason,
             prompt_tokens: 1,
@@ -301,12 +240,29 @@ mod tests {
             tool_calls: Vec::new(),
             format_violations: 0,
         };
-        Event::End { deltas: Vec::new(), summary: Box::new(summary) }
+        Event::End { deltas, summary: Box::new(summary) }
     }
 
     fn token() -> Event {
         let delta = Delta { channel: Channel::ToolCall, text: "x".to_string() };
         Event::Token { id: 1, deltas: vec![delta], logprobs: None }
+    }
+
+    fn logprobs() -> Option<TokenLogprobs> {
+        Some(TokenLogprobs { chosen: 0.0, top: Vec::new() })
+    }
+
+    fn answer_deltas(text: &str) -> Vec<Delta> {
+        if text.is_empty() { Vec::new() } else { vec![Delta { channel: Channel::Answer, text: text.to_string() }] }
+    }
+
+    /// Returns the ids of the tokens in all content.
+    fn content_ids(pieces: &[AnswerPiece]) -> Vec<u32> {
+        let tokens = pieces.iter().filter_map(|piece| match piece {
+            AnswerPiece::Content(_, tokens) => Some(tokens),
+            _ => None,
+        });
+        tokens.flatten().map(|token| token.id).collect()
     }
 
     fn call(name: &str, arguments: &str) -> ToolCall {
@@ -337,13 +293,15 @@ mod tests {
                       <|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{\"q\": \"é\"}<|call|>";
         let prompt = crate::chat::Rendered { ids: Vec::new(), text: String::new() };
         let mut parser = language.chat_format().unwrap().parser(&prompt);
-        let (mut choice, mut all) = (Choice::new(), Vec::new());
-        for id in tokenizer.encode(answer, crate::tokenizer::ControlTokens::Parse).unwrap() {
+        let (mut choice, mut all, mut answer_bytes) = (Choice::new(), Vec::new(), 0);
+        for id in tokenizer.encode(answer, ControlTokens::Parse).unwrap() {
             let deltas = parser.push(tokenizer, id).unwrap();
-            let event = Event::Token { id, deltas, logprobs: Some(TokenLogprobs { chosen: 0.0, top: Vec::new() }) };
-            all.extend(choice.push(event, parser.tool_calls(), tokenizer).pieces);
+            let answers = deltas.iter().filter(|delta| delta.channel == Channel::Answer);
+            answer_bytes += answers.map(|delta| delta.text.len()).sum::<usize>();
+            let event = Event::Token { id, deltas, logprobs: logprobs() };
+            all.extend(choice.push(event, parser.tool_calls(), answer_bytes, tokenizer).pieces);
         }
-        let last = choice.push(end(FinishReason::ToolCalls), parser.tool_calls(), tokenizer);
+        let last = choice.push(end(FinishReason::ToolCalls), parser.tool_calls(), answer_bytes, tokenizer);
         assert_eq!((last.pieces.len(), last.finish), (0, Some(Finish::ToolCalls)));
         let of = |part: fn(&AnswerPiece) -> Option<&str>| all.iter().filter_map(part).collect::<String>();
         assert_eq!(
@@ -358,50 +316,108 @@ mod tests {
         let arguments = of(|piece| if let AnswerPiece::ToolArguments { text, .. } = piece { Some(text) } else { None });
         assert_eq!(arguments, "{\"q\": \"é\"}");
         // Log probabilities cover only the tokens of the content, not the tokens of headers.
-        let scored = all
-            .iter()
-            .filter_map(|piece| if let AnswerPiece::Content(_, tokens) = piece { Some(tokens) } else { None });
-        let bytes = scored.flatten().flat_map(|token| tokenizer.table().bytes(token.id)).collect();
+        let bytes = content_ids(&all).into_iter().flat_map(|id| tokenizer.table().bytes(id)).collect();
         assert_eq!(String::from_utf8(bytes).unwrap(), "One moment.");
-        let reasoning = tokenizer.encode("Let me look 🦀.", crate::tokenizer::ControlTokens::Text).unwrap();
+        let reasoning = tokenizer.encode("Let me look 🦀.", ControlTokens::Text).unwrap();
         assert_eq!(choice.reasoning_tokens(), reasoning.len());
     }
 
     #[test]
     fn one_event_can_end_the_reasoning_and_start_the_answer() {
         let (mut choice, tokenizer) = (Choice::new(), demo());
-        let encode = |text: &str| tokenizer.encode(text, crate::tokenizer::ControlTokens::Text).unwrap();
+        let encode = |text: &str| tokenizer.encode(text, ControlTokens::Text).unwrap();
         let (thought, answer) = (encode("Let me think about that."), encode("Yes, of course."));
         let ids = [&thought[..], &answer].concat();
-        let logprobs = || Some(TokenLogprobs { chosen: 0.0, top: Vec::new() });
         let mut pieces = Vec::new();
         for (index, &id) in ids.iter().enumerate() {
-            let deltas = if index + 1 < ids.len() {
-                Vec::new()
-            } else {
-                vec![
-                    Delta { channel: Channel::Reasoning, text: "Let me think about that.".into() },
-                    Delta { channel: Channel::Answer, text: "Yes, of course.".into() },
-                ]
-            };
-            pieces.extend(choice.push(Event::Token { id, deltas, logprobs: logprobs() }, &[], &tokenizer).pieces);
+            let (mut deltas, mut answer_bytes) = (Vec::new(), 0);
+            if index + 1 == ids.len() {
+                deltas.push(Delta { channel: Channel::Reasoning, text: "Let me think about that.".into() });
+                deltas.extend(answer_deltas("Yes, of course."));
+                answer_bytes = "Yes, of course.".len();
+            }
+            let event = Event::Token { id, deltas, logprobs: logprobs() };
+            pieces.extend(choice.push(event, &[], answer_bytes, &tokenizer).pieces);
         }
         assert_eq!(text(&pieces), "r:Let me think about that. c:Yes, of course. ");
         assert_eq!(choice.reasoning_tokens(), thought.len());
-        let [_, AnswerPiece::Content(_, scored)] = &pieces[..] else { panic!("expected reasoning, then content") };
-        assert_eq!(scored.iter().map(|token| token.id).collect::<Vec<_>>(), answer);
+        assert_eq!(content_ids(&pieces), answer);
+    }
+
+    /// The stop filter holds back the last `lag` bytes of the text, and the model ends the text with a control token.
+    #[test]
+    fn tokens_of_text_in_the_stop_filter_arrive_once_and_in_order() {
+        let tokenizer = demo();
+        let (all, control) = ("One moment, please. It is here.", "<|return|>");
+        let ids = tokenizer.encode(all, ControlTokens::Text).unwrap();
+        let control = tokenizer.encode(control, ControlTokens::Parse).unwrap();
+        for lag in 0..all.len() {
+            let (mut choice, mut pieces, mut parsed, mut sent) = (Choice::new(), Vec::new(), 0, 0);
+            for &id in ids.iter().chain(&control) {
+                if !tokenizer.is_control(id) {
+                    parsed += tokenizer.table().bytes(id).len();
+                }
+                let until = parsed.saturating_sub(lag).max(sent);
+                let event = Event::Token { id, deltas: answer_deltas(&all[sent..until]), logprobs: logprobs() };
+                pieces.extend(choice.push(event, &[], parsed, &tokenizer).pieces);
+                sent = until;
+            }
+            let last = end_with(FinishReason::Stop, answer_deltas(&all[sent..]));
+            pieces.extend(choice.push(last, &[], parsed, &tokenizer).pieces);
+            assert_eq!(content_ids(&pieces), ids, "lag {lag}");
+        }
+    }
+
+    #[test]
+    fn tokens_of_text_in_the_parser_arrive_even_after_a_control_token() {
+        let tokenizer = demo();
+        let encode = |text: &str, controls| tokenizer.encode(text, controls).unwrap();
+        let (text, control) = ("{\"name\": 1}", encode("<|return|>", ControlTokens::Parse));
+        let ids = encode(text, ControlTokens::Text);
+        // The parser returns the text at the end, or with the control token.
+        for is_with_control in [false, true] {
+            let (mut choice, mut pieces) = (Choice::new(), Vec::new());
+            for &id in &ids {
+                let event = Event::Token { id, deltas: Vec::new(), logprobs: logprobs() };
+                pieces.extend(choice.push(event, &[], 0, &tokenizer).pieces);
+            }
+            let (first, last) = if is_with_control { (text, "") } else { ("", text) };
+            let event = Event::Token { id: control[0], deltas: answer_deltas(first), logprobs: logprobs() };
+            pieces.extend(choice.push(event, &[], first.len(), &tokenizer).pieces);
+            let event = end_with(FinishReason::Stop, answer_deltas(last));
+            pieces.extend(choice.push(event, &[], text.len(), &tokenizer).pieces);
+            assert_eq!(content_ids(&pieces), ids);
+        }
+    }
+
+    #[test]
+    fn tokens_of_a_stop_string_are_not_content() {
+        let tokenizer = demo();
+        let (kept, stop) = ("One moment", "zzz");
+        let encode = |text: &str| tokenizer.encode(text, ControlTokens::Text).unwrap();
+        let (ids, stop_ids) = (encode(kept), encode(stop));
+        let (mut choice, mut pieces, mut parsed) = (Choice::new(), Vec::new(), 0);
+        for &id in ids.iter().chain(&stop_ids) {
+            let start = parsed;
+            parsed += tokenizer.table().bytes(id).len();
+            let deltas = answer_deltas(kept.get(start..parsed).unwrap_or_default());
+            let event = Event::Token { id, deltas, logprobs: logprobs() };
+            pieces.extend(choice.push(event, &[], parsed, &tokenizer).pieces);
+        }
+        pieces.extend(choice.push(end(FinishReason::Stop), &[], parsed, &tokenizer).pieces);
+        assert_eq!(content_ids(&pieces), ids);
     }
 
     #[test]
     fn arguments_are_sent_as_they_grow() {
         let (mut choice, tokenizer) = (Choice::new(), demo());
-        let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, &tokenizer).pieces);
+        let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, 0, &tokenizer).pieces);
         assert_eq!(sent(token(), &[call("f", "")]), "0=f ");
         assert_eq!(sent(token(), &[call("f", "{\"a")]), "0+{\"a ");
         // In chat formats other than harmony, the function name is known only at the end of a call.
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
-        let update = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], &tokenizer);
+        let update = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("1+{} ", Some(Finish::ToolCalls)));
     }
 
@@ -409,18 +425,18 @@ mod tests {
     fn malformed_and_cut_calls_lose_no_text() {
         let tokenizer = demo();
         let mut choice = Choice::new();
-        let update = choice.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], &tokenizer);
+        let update = choice.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("c:nonsense ", Some(Finish::Stop)));
-        let update = Choice::new().push(end(FinishReason::Length), &[call("f", "{\"a")], &tokenizer);
+        let update = Choice::new().push(end(FinishReason::Length), &[call("f", "{\"a")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("0=f 0+{\"a ", Some(Finish::Length)));
     }
 
     #[test]
     fn without_parallel_calls_the_answer_ends_after_the_first() {
         let (mut choice, tokenizer) = (Choice::new().with_parallel_calls(false), demo());
-        let update = choice.push(token(), &[call("f", "{}"), call("g", "{}")], &tokenizer);
+        let update = choice.push(token(), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.is_complete), ("0=f 0+{} ", true));
-        let update = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], &tokenizer);
+        let update = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("", Some(Finish::ToolCalls)));
     }
 }
