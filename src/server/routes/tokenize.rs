@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use crate::chat::{ReasoningEffort, RenderOptions, today};
+use crate::chat::{RenderOptions, today};
 use crate::engine::EngineHandle;
 use crate::server::generation::generate_options::{check_model, read_token_ids};
 use crate::server::generation::reply;
@@ -53,7 +53,8 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
 
 type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
 
-/// Reads the input of `/tokenize`, which is either `prompt`, or `messages` with `tools` and template options.
+/// Reads the input of `/tokenize`, which is either `prompt`, or `messages` with the fields of a chat completion that
+/// change its prompt.
 /// Returns `prompt` or `messages`, for error messages, and a function that encodes the input.
 fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static str, EncodeInput), ApiError> {
     if let Some(prompt) = fields.take_string("prompt")? {
@@ -69,13 +70,12 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static st
         return Ok(("prompt", encode));
     }
     let messages = chat::read_messages(fields)?;
-    let options = RenderOptions {
-        tools: chat::read_tools(fields, engine)?.shown,
-        reasoning_effort: ReasoningEffort::default(),
-        date: today(),
-        add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),
-        template_variables: chat::read_template_variables(fields, engine)?,
-    };
+    let tools = chat::read_tools(fields, engine)?.shown;
+    // Read the template variables before the reasoning effort, because they can contain the effort.
+    let template_variables = chat::read_template_variables(fields, engine)?;
+    let (reasoning_effort, _) = chat::read_reasoning(fields)?;
+    let add_generation_prompt = fields.take_bool("add_generation_prompt")?.unwrap_or(true);
+    let options = RenderOptions { tools, reasoning_effort, date: today(), add_generation_prompt, template_variables };
     Ok(("messages", Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids))))
 }
 
