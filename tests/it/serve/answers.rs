@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::client::{Server, chat};
+use super::client::{Server, chat, merged};
 
 /// Joins the deltas of one choice. Returns the content, the reasoning and the finish reason.
 fn collect(events: &[Value], index: usize) -> (String, String, String) {
@@ -59,6 +59,7 @@ fn streams_add_up_to_whole_answers() {
         json!({ "max_completion_tokens": 9, "max_tokens": 500 }),
         json!({ "include_reasoning": false }),
         json!({ "n": 3, "temperature": 1, "seed": 5, "logprobs": true, "top_logprobs": 2 }),
+        json!({ "logprobs": true, "stop": [".#", " #", "e#"] }),
         json!({ "reasoning": { "effort": "high", "exclude": true } }),
         json!({ "messages": [{ "role": "user", "content": "Ünïcödé 🦀 你好?" }], "temperature": 2, "seed": 3, "max_tokens": 60 }),
     ] {
@@ -152,13 +153,28 @@ fn logprobs_cover_the_content_with_its_bytes() {
     assert_eq!(json["choices"][0]["logprobs"]["content"][0]["top_logprobs"], json!([]));
 }
 
+/// A stop string that begins like the end of the answer holds the end back until the answer ends.
+#[test]
+fn logprobs_cover_text_that_was_held_back() {
+    let server = Server::start(&[]);
+    let plain = server.chat(json!({ "logprobs": true })).ok();
+    let plain = &plain["choices"][0];
+    let content = plain["message"]["content"].as_str().unwrap();
+    for bytes in [1, 4, 15] {
+        let start = content.floor_char_boundary(content.len() - bytes);
+        let fields = json!({ "logprobs": true, "stop": format!("{}#", &content[start..]) });
+        let held = server.chat(fields.clone()).ok();
+        assert_eq!(held["choices"][0]["message"]["content"], *content);
+        assert_eq!(held["choices"][0]["logprobs"], plain["logprobs"], "{fields}");
+    }
+}
+
 #[test]
 fn completions_continue_texts_and_token_ids() {
     let server = Server::start(&[]);
     let complete = |fields: Value| {
-        let mut body = json!({ "temperature": 0, "max_tokens": 8 });
-        fields.as_object().unwrap().iter().for_each(|(name, value)| body[name] = value.clone());
-        server.post("/v1/completions", &body).ok()
+        let defaults = json!({ "temperature": 0, "max_tokens": 8 });
+        server.post("/v1/completions", &merged(defaults, &fields)).ok()
     };
     let text = complete(json!({ "prompt": "To download a model" }));
     assert_eq!(text["object"], "text_completion");
@@ -199,9 +215,8 @@ fn completions_continue_texts_and_token_ids() {
 fn echoed_prompts_have_log_probabilities() {
     let server = Server::start(&["--chunk", "16", "--max-sequences", "4"]);
     let complete = |fields: Value| {
-        let mut body = json!({ "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true });
-        fields.as_object().unwrap().iter().for_each(|(name, value)| body[name] = value.clone());
-        server.post("/v1/completions", &body)
+        let defaults = json!({ "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true });
+        server.post("/v1/completions", &merged(defaults, &fields))
     };
     let text = "The KV cache stores the keys and values of all earlier tokens, café 🦀.";
     let ids = server.post("/tokenize", &json!({ "prompt": text })).ok()["tokens"].clone();

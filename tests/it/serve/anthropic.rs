@@ -2,19 +2,18 @@
 
 use serde_json::{Value, json};
 
-use super::client::{JSON, Response, Server};
+use super::client::{JSON, Response, Server, merged};
 
 /// Returns the body of a request: the demo model, a limit of 300 tokens, a question and temperature 0.
 /// The fields in `fields` are added to the body, or replace these defaults.
 fn body(fields: Value) -> Value {
-    let mut body = json!({
+    let body = json!({
         "model": "demo",
         "max_tokens": 300,
         "messages": [{ "role": "user", "content": "What is the KV cache?" }],
         "temperature": 0,
     });
-    fields.as_object().unwrap().iter().for_each(|(name, value)| body[name] = value.clone());
-    body
+    merged(body, &fields)
 }
 
 fn send(server: &Server, fields: Value) -> Response {
@@ -200,8 +199,8 @@ fn tools_and_their_results_make_a_conversation() {
 
     // Send all content blocks of the answer back, with the result of the tool call.
     let result = |more: Value| {
-        let mut result = json!({ "type": "tool_result", "tool_use_id": call["id"], "content": "sunny" });
-        more.as_object().unwrap().iter().for_each(|(name, value)| result[name] = value.clone());
+        let result = json!({ "type": "tool_result", "tool_use_id": call["id"], "content": "sunny" });
+        let result = merged(result, &more);
         let content = json!([result, { "type": "text", "text": "Be brief." }]);
         let turns = json!([question, { "role": "assistant", "content": message["content"] },
                            { "role": "user", "content": content }]);

@@ -163,15 +163,18 @@ pub const JSON: (&str, &str) = ("Content-Type", "application/json");
 /// Returns the body of a chat completion request: the demo model, a question and temperature 0.
 /// The fields in `fields` are added to the body, or replace these defaults.
 pub fn chat(fields: Value) -> Value {
-    let mut body = json!({
+    let body = json!({
         "model": "demo",
         "messages": [{ "role": "user", "content": "What is the KV cache?" }],
         "temperature": 0,
     });
-    for (name, value) in fields.as_object().unwrap() {
-        body[name] = value.clone();
-    }
-    body
+    merged(body, &fields)
+}
+
+/// Returns an object with the entries of both objects. An entry of `fields` replaces the entry of the same name.
+pub fn merged(mut object: Value, fields: &Value) -> Value {
+    object.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    object
 }
 
 /// Returns the body of a chat completion request with a long answer, of up to 3000 tokens.

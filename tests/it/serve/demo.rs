@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::client::Server;
+use super::client::{Server, merged};
 
 fn user(text: &str) -> Value {
     json!({ "role": "user", "content": text })
@@ -12,11 +12,7 @@ fn user(text: &str) -> Value {
 fn with_weather(fields: Value) -> Value {
     let parameters = json!({ "type": "object", "properties": { "city": { "type": "string" } }, "required": ["city"] });
     let function = json!({ "name": "get_weather", "description": "Returns the weather.", "parameters": parameters });
-    let mut all = json!({ "tools": [{ "type": "function", "function": function }] });
-    for (name, value) in fields.as_object().unwrap() {
-        all[name] = value.clone();
-    }
-    all
+    merged(json!({ "tools": [{ "type": "function", "function": function }] }), &fields)
 }
 
 #[test]

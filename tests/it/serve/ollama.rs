@@ -2,19 +2,18 @@
 
 use serde_json::{Value, json};
 
-use super::client::{Response, Server};
+use super::client::{Response, Server, merged};
 
 /// Returns the body of a request to `/api/chat`: the demo model, a question and temperature 0, without streaming.
 /// The fields in `fields` are added to the body, or replace these defaults.
 fn chat(fields: Value) -> Value {
-    let mut body = json!({
+    let body = json!({
         "model": "demo",
         "messages": [{ "role": "user", "content": "What is the KV cache?" }],
         "options": { "temperature": 0 },
         "stream": false,
     });
-    fields.as_object().unwrap().iter().for_each(|(name, value)| body[name] = value.clone());
-    body
+    merged(body, &fields)
 }
 
 /// Asserts that the response is an error in ollama's format, and returns the error message.

@@ -7,7 +7,7 @@ use std::process::Output;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::client::{JSON, Server, endless, read_chunk};
+use super::client::{JSON, Server, endless, merged, read_chunk};
 use crate::support::program::{assert_fails, run, text};
 
 fn replay(record: &str, args: &[&str]) -> Output {
@@ -36,11 +36,7 @@ fn send_all(server: &Server) -> Vec<(&'static str, usize)> {
         assert_eq!((response.status, response.header("x-request-id")), (200, Some(id)), "{}", response.text());
     };
     let messages = json!([{ "role": "user", "content": "What is the weather in Paris?" }]);
-    let chat = |fields: Value| {
-        let mut body = json!({ "messages": messages.clone(), "max_tokens": 40 });
-        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
-        body
-    };
+    let chat = |fields: Value| merged(json!({ "messages": messages.clone(), "max_tokens": 40 }), &fields);
     let path = "/v1/chat/completions";
     // Without a seed in a request, the server chooses one.
     send("sampled", path, chat(json!({ "temperature": 1.0, "top_p": 0.9, "n": 3 })));

@@ -5,7 +5,7 @@ use std::io::{BufReader, Write};
 
 use serde_json::json;
 
-use super::client::{JSON, Response, Server, chat, endless};
+use super::client::{JSON, Response, Server, chat, endless, merged};
 
 #[test]
 fn models_are_listed_and_unknown_ones_are_not_found() {
@@ -37,6 +37,22 @@ fn text_becomes_tokens_and_back() {
     let rendered = server.post("/tokenize", &json!({ "messages": messages })).ok();
     assert_eq!(rendered["count"], server.chat(json!({ "max_tokens": 1 })).ok()["usage"]["prompt_tokens"]);
     assert!(rendered["token_strs"].is_null());
+    // Every field that changes the prompt of a chat completion also changes the result of `/tokenize`.
+    let tools = json!([{ "type": "function", "function": { "name": "f" } }]);
+    for fields in [
+        json!({ "reasoning_effort": "high" }),
+        json!({ "reasoning": { "effort": "low" } }),
+        json!({ "chat_template_kwargs": { "reasoning_effort": "high" }, "tools": tools }),
+    ] {
+        let used = server.chat(merged(json!({ "max_tokens": 1 }), &fields)).ok()["usage"]["prompt_tokens"].clone();
+        let rendered = server.post("/tokenize", &merged(json!({ "messages": messages }), &fields)).ok();
+        assert_eq!(rendered["count"], used, "{fields}");
+    }
+    let tokens = |effort: &str| {
+        let body = json!({ "messages": messages, "reasoning_effort": effort });
+        server.post("/tokenize", &body).ok()["tokens"].clone()
+    };
+    assert_ne!(tokens("low"), tokens("high"));
     server.post("/tokenize", &json!({})).error(400);
     assert_eq!(server.post("/detokenize", &json!({ "tokens": [999_999] })).error(400)["param"], "tokens");
 }
