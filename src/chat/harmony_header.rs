@@ -37,8 +37,8 @@ pub struct ParsedHeader {
     pub recipient: Option<String>,
     /// Whether `<|channel|>` and a channel that harmony defines are present, and the role is allowed in this header.
     pub is_well_formed: bool,
-    /// Whether the header may become well-formed: the role is `assistant` or implied, and the text after `<|channel|>`
-    /// begins with a channel that harmony defines, or is the beginning of one. This text may be empty.
+    /// Whether the header may become well-formed: before `<|channel|>` is at most the role `assistant`, and the text
+    /// after it begins with a channel that harmony defines, or is the beginning of one. This text may be empty.
     pub is_valid_start: bool,
     /// The text at the end of the header that belongs, or may belong, to the content instead.
     pub rest: String,
@@ -109,7 +109,7 @@ impl PartialHeader {
         // Without a generated `<|start|>`, a role violates the format. But if the prompt ends with
         // `<|start|>assistant`, models often generate `assistant` again.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
-        let is_assistant = matches!(role, "" | "assistant");
+        let is_assistant = matches!(role_text.trim(), "" | "assistant");
         let begins_channel = |text: &String| {
             let text = text.trim_start();
             CHANNELS.iter().any(|channel| channel.starts_with(text) || text.starts_with(channel))
