@@ -126,11 +126,11 @@ fn a_request_that_completes_before_it_starts_does_not_count_as_canceled() {
     let (release, is_released) = mpsc::channel();
     let handle = engine.handle();
     let call = thread::spawn(move || {
-        let block = move |_: &mut _| {
+        let wait = handle.with_runner(move |_| {
             started.send(()).unwrap();
-            is_released.recv().unwrap()
-        };
-        handle.with_runner(block).unwrap()
+            is_released.recv().unwrap();
+        });
+        wait.unwrap();
     });
     is_started.recv().unwrap();
     // The engine thread receives the request only after the call.
