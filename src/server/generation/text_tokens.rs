@@ -66,6 +66,14 @@ struct ParsedText {
     min_token_bytes: usize,
 }
 
+impl ParsedText {
+    /// `delivered` is the part of the text that the stop filter does not hold back.
+    fn new(channel: Channel, bytes: usize, delivered: &str) -> Self {
+        let replaced = delivered.matches('\u{FFFD}').count();
+        Self { channel, bytes, min_token_bytes: bytes.saturating_sub(2 * replaced).max(1) }
+    }
+}
+
 impl TextTokens {
     /// Creates the state of an answer that has no tokens yet. If `keeps_all`, the tokens of the content include tokens
     /// without text, such as stop tokens. Allowed only for an answer without a chat format.
@@ -89,7 +97,7 @@ impl TextTokens {
 
     /// Assigns tokens to the text that has passed the parser with the last event.
     ///
-    /// `deltas` are the texts of the event, at most one in a row for each channel.
+    /// `deltas` are the texts of the event, after the stop filter. Neighbors are on different channels.
     /// `answer_bytes` is the length of all answer text that has passed the parser so far.
     pub fn assign(&mut self, deltas: &[Delta], answer_bytes: usize, tokenizer: &Tokenizer) {
         if self.keeps_all {
@@ -114,23 +122,18 @@ impl TextTokens {
     /// Returns the texts that have passed the parser with the last event, in order. None of them is empty.
     fn parsed_texts(&self, deltas: &[Delta], answer_bytes: usize) -> Vec<ParsedText> {
         let new_answer_bytes = answer_bytes - self.parsed_bytes;
+        let answer = deltas.iter().rposition(|delta| delta.channel == Channel::Answer).unwrap_or(deltas.len());
         // An answer delta can begin with text that has passed the parser earlier, and can lack text that has passed the
         // parser with this event. The length of the answer text therefore comes from `answer_bytes`.
-        let size = |delta: &Delta| ParsedText {
-            channel: delta.channel,
-            bytes: if delta.channel == Channel::Answer { 0 } else { delta.text.len() },
-            min_token_bytes: 0,
+        let bytes = |index, delta: &Delta| match delta.channel {
+            Channel::Answer if index == answer => new_answer_bytes,
+            Channel::Answer => 0,
+            _ => delta.text.len(),
         };
-        let mut texts: Vec<ParsedText> = deltas.iter().map(size).collect();
-        match texts.iter_mut().rfind(|text| text.channel == Channel::Answer) {
-            Some(answer) => answer.bytes = new_answer_bytes,
-            None => {
-                texts.push(ParsedText { channel: Channel::Answer, bytes: new_answer_bytes, min_token_bytes: 0 });
-            }
-        }
-        for (index, text) in texts.iter_mut().enumerate() {
-            let replaced = deltas.get(index).map_or(0, |delta| delta.text.matches('\u{FFFD}').count());
-            text.min_token_bytes = text.bytes.saturating_sub(2 * replaced).max(1);
+        let parsed = |(index, delta): (usize, &Delta)| ParsedText::new(delta.channel, bytes(index, delta), &delta.text);
+        let mut texts: Vec<ParsedText> = deltas.iter().enumerate().map(parsed).collect();
+        if answer == deltas.len() {
+            texts.push(ParsedText::new(Channel::Answer, new_answer_bytes, ""));
         }
         texts.retain(|text| text.bytes > 0);
         texts
