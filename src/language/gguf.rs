@@ -6,6 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use super::stop_ids::{collect, read_json};
 use crate::chat::ChatFormat;
 use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
@@ -24,7 +25,8 @@ pub struct GgufLanguage {
 /// Reads the tokenizer, chat format, stop tokens and sampling defaults of an open GGUF file.
 ///
 /// A vocabulary in the GGUF file takes precedence over a tokenizer.json, which may not match the weights.
-/// A GGUF file without a vocabulary needs a tokenizer.json in its directory.
+/// A GGUF file without a vocabulary needs a tokenizer.json in its directory. Its stop tokens are those that the other
+/// files in the directory name, and known stop tokens such as `<|im_end|>`.
 pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     let broken = || format!("cannot read the tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
@@ -35,7 +37,15 @@ pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
             stop_ids.extend(vocabulary.special_ids().with_context(broken)?.stop);
             (tokenizer, chat)
         }
-        None => from_folder(checkpoint)?,
+        None => {
+            let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
+            let (tokenizer, chat) = from_folder(checkpoint, dir)?;
+            let generation_config = read_json(dir, "generation_config.json")?;
+            stop_ids.extend(collect(dir, &generation_config, &tokenizer, chat.as_ref())?);
+            // The directory may contain no other file of the model than tokenizer.json.
+            stop_ids.extend(tokenizer.known_stop_ids());
+            (tokenizer, chat)
+        }
     };
     stop_ids.extend(chat.iter().flat_map(|chat| chat.stop_ids()));
     let generation_config = checkpoint.generation_config()?;
@@ -62,11 +72,10 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, tool_use, named))
 }
 
-/// Loads the tokenizer and the chat format of a GGUF file without a vocabulary. The tokenizer comes from the
-/// tokenizer.json next to the GGUF file. If the GGUF file has no chat template, the chat format comes from the other
+/// Loads the tokenizer and the chat format of a GGUF file without a vocabulary. `dir` is the directory of the file.
+/// The tokenizer comes from tokenizer.json. If the GGUF file has no chat template, the chat format comes from the other
 /// files in the directory.
-fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
-    let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
+fn from_folder(checkpoint: &GgufCheckpoint, dir: &Path) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());
     let tokenizer = Tokenizer::from_dir(dir).with_context(missing)?;
     let (template, tool_use) = (checkpoint.chat_template(None)?, checkpoint.chat_template(Some("tool_use"))?);

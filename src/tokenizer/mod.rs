@@ -13,6 +13,7 @@ mod encode;
 pub mod gguf;
 mod guard;
 mod library_encoder;
+mod stop_tokens;
 mod table;
 mod text_stream;
 
@@ -81,6 +82,13 @@ impl Tokenizer {
     /// Returns the control tokens as (text, id) pairs, longest text first.
     pub fn controls(&self) -> impl Iterator<Item = (&str, u32)> {
         self.table.controls().iter().map(|control| (control.content.as_str(), control.id))
+    }
+
+    /// Returns the ids of known stop tokens among the control tokens. Other stop tokens may exist.
+    pub fn known_stop_ids(&self) -> Vec<u32> {
+        // Many files do not mark control tokens as special, so `</s>` may be the HTML tag of Gemma.
+        let stop_tokens: Vec<_> = self.controls().filter(|(token, _)| stop_tokens::is_stop_token(token)).collect();
+        stop_tokens::stop_ids(&stop_tokens)
     }
 
     /// Returns whether `id` is the id of a control token.

@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 
 use super::pre;
 use crate::text::{counted, quote};
+use crate::tokenizer::stop_tokens::{is_control_stop_token, is_stop_token, stop_ids};
 
 /// The maximum number of tokens in a vocabulary. The vocabulary of Gemma 3, one of the largest, has about 262,000.
 pub const MAX_TOKENS: usize = 1 << 21;
@@ -58,7 +59,8 @@ pub struct SpecialIds {
 }
 
 /// The type of a token, from `tokenizer.ggml.token_type`.
-/// A token without a type, or with an unknown type number, is `Normal`.
+/// A token without a type, or with an unknown type number, is `Normal`. As in llama.cpp, a normal token with the text of
+/// a known stop token is `Control`, because some converters write the wrong type or no types at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,
@@ -70,21 +72,6 @@ pub enum TokenType {
     Unused,
     Byte,
 }
-
-/// Known stop tokens. They are found by their text, because most files name only one stop token in the metadata.
-const STOPS: &[&str] = &[
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<end_of_turn>",
-    "</s>",
-    "<｜end▁of▁sentence｜>",
-];
 
 /// The added tokens of Phi-3 that do not absorb the whitespace after them.
 const KEEP_WHITESPACE: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
@@ -105,6 +92,7 @@ impl Vocabulary<'_> {
             Some(4) => TokenType::UserDefined,
             Some(5) => TokenType::Unused,
             Some(6) => TokenType::Byte,
+            _ if self.tokens.get(id).is_some_and(|token| is_stop_token(token)) => TokenType::Control,
             _ => TokenType::Normal,
         }
     }
@@ -162,16 +150,13 @@ impl Vocabulary<'_> {
         let eos = named("eos_token_id", self.eos)?.or(default(2));
         let (eot, eom) = (named("eot_token_id", self.eot)?, named("eom_token_id", self.eom)?);
         let mut stop: Vec<u32> = [eos, eot, eom].into_iter().flatten().collect();
-        let control = |id: usize| matches!(self.token_type(id), TokenType::Control | TokenType::UserDefined);
-        let marks: HashMap<&str, u32> = self
-            .tokens
-            .iter()
-            .zip(0u32..)
-            .filter_map(|(token, id)| (STOPS.contains(token) && control(id as usize)).then_some((*token, id)))
-            .collect();
-        // In gpt-oss, <|end|> ends a message but not the generation.
-        let harmony = marks.contains_key("<|return|>") && marks.contains_key("<|call|>");
-        stop.extend(marks.iter().filter(|(mark, _)| !(harmony && **mark == "<|end|>")).map(|(_, id)| id));
+        let is_known_stop = |(token, id): &(&str, u32)| match self.token_type(*id as usize) {
+            TokenType::Control => is_control_stop_token(token),
+            TokenType::UserDefined => is_stop_token(token),
+            _ => false,
+        };
+        let known: Vec<_> = self.tokens.iter().copied().zip(0u32..).filter(is_known_stop).collect();
+        stop.extend(stop_ids(&known));
         stop.sort_unstable();
         stop.dedup();
         let default_bos = sentencepiece || self.pre.and_then(pre::find).is_some_and(|pre| pre.add_bos);

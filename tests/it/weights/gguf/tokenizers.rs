@@ -7,11 +7,14 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
+use inferno::language::Language;
 use inferno::tokenizer::gguf::Vocabulary;
 use inferno::tokenizer::{ControlTokens, TextStream, Tokenizer};
 use inferno::weights::gguf::{GgufCheckpoint, GgufHeader, chat_template, vocabulary};
+use serde_json::{Value, json};
 
 use crate::support::fixtures;
+use crate::support::gguf::models::saved;
 use crate::support::gguf::vocabulary::{BYTE, CONTROL, Converted, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, converted};
 use crate::support::gguf::writer::Writer;
 
@@ -402,6 +405,57 @@ fn every_token_type_is_encoded_correctly() {
         assert_eq!(tokenizer.decode(&[256, 258, 260, 261, 262, 259]).unwrap(), "ab<think>[PAD]<|end|>");
         assert_eq!(tokenizer.vocab_size(), 261);
     }
+}
+
+/// Returns the stop tokens of a vocabulary, in the order of their ids.
+fn stop_tokens(writer: &Writer) -> Vec<String> {
+    let bytes = writer.bytes();
+    let header = GgufHeader::parse(&bytes).unwrap();
+    let vocabulary = vocabulary(&header.metadata(&bytes)).unwrap();
+    let stop = vocabulary.special_ids().unwrap().stop;
+    stop.into_iter().map(|id| vocabulary.tokens[id as usize].to_string()).collect()
+}
+
+/// The files name no stop token, so inferno finds the stop tokens by their text. Like llama.cpp, it finds them even if
+/// their type is wrong or missing.
+#[test]
+fn known_stop_tokens_need_no_metadata() {
+    let known = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "▁<EOT>"];
+    for kind in [NORMAL, CONTROL, USER_DEFINED] {
+        let vocabulary = small(|tokens, types, _| known.iter().for_each(|token| push(tokens, types, token, kind)));
+        assert_eq!(stop_tokens(&vocabulary.byte_level("gpt-2")), known, "type {kind}");
+        let tokenizer = tokenizer(&vocabulary.byte_level("gpt-2"));
+        assert_eq!(tokenizer.encode("<|im_end|>", ControlTokens::Parse).unwrap(), [257], "type {kind}");
+        assert_ne!(tokenizer.encode("<|im_end|>", ControlTokens::Text).unwrap(), [257], "type {kind}");
+    }
+    // `</s>` is text in Qwen2 and an HTML tag in Gemma.
+    for (kind, expected) in [(NORMAL, &[][..]), (USER_DEFINED, &[]), (CONTROL, &["</s>"])] {
+        let vocabulary = small(|tokens, types, _| push(tokens, types, "</s>", kind));
+        assert_eq!(stop_tokens(&vocabulary.byte_level("gpt-2")), expected, "type {kind}");
+    }
+    // In the harmony format, `<|end|>` ends only a message.
+    let harmony = ["<|return|>", "<|end|>", "<|call|>"];
+    let vocabulary = small(|tokens, types, _| harmony.iter().for_each(|token| push(tokens, types, token, CONTROL)));
+    assert_eq!(stop_tokens(&vocabulary.byte_level("gpt-4o")), ["<|return|>", "<|call|>"]);
+}
+
+/// The stop tokens of a GGUF file without a vocabulary come from the files beside it.
+#[test]
+fn stop_tokens_of_a_file_without_a_vocabulary_come_from_its_folder() {
+    let (folder, path) = saved(&Writer::new().string("general.architecture", "llama"));
+    let added = |(content, id): (&str, u32)| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true})
+    };
+    let added = [("<|stop|>", 1), ("<|im_end|>", 2), ("<|im_start|>", 3), ("<|other|>", 4)].map(added);
+    let tokenizer = json!({"added_tokens": added, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}});
+    let write = |name: &str, json: Value| fs::write(folder.path().join(name), json.to_string()).unwrap();
+    write("tokenizer.json", tokenizer);
+    assert_eq!(Language::load(&path).unwrap().stop_ids(), [2]);
+    write("tokenizer_config.json", json!({"eos_token": "<|stop|>"}));
+    assert_eq!(Language::load(&path).unwrap().stop_ids(), [1, 2]);
+    write("generation_config.json", json!({"eos_token_id": [1, 4]}));
+    assert_eq!(Language::load(&path).unwrap().stop_ids(), [1, 2, 4]);
 }
 
 #[test]
