@@ -61,10 +61,9 @@ impl<'c> WeightsBuilder<'c> {
 
     /// Sets whether this rank shares reads with the other ranks. By default, it does.
     /// If the ranks share reads, bytes that several ranks need are read only once. These are the exceptions:
-    /// - quantized matrices that each rank needs whole, such as embeddings
     /// - the scales of 8-bit weights
     /// - E4M3 tensors without scales
-    /// - float tensors of GGUF files that are divided by rows and not transposed
+    /// - vectors of GGUF files that ranks divide, such as biases
     pub fn share_reads(self, shares_reads: bool) -> Self {
         Self { shares_reads, ..self }
     }

@@ -195,8 +195,8 @@ impl<'c> Weights<'c> {
         // the driver has compiled candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
-            let whole = model.shared_float(&name, dtype, self.shared_gguf_reads(model, &name, slice.as_ref()));
-            let tensor = whole.and_then(|whole| Ok(sliced(whole, slice)?.to_device(&self.device)?));
+            let tensor = self.gguf_float(model, &name, shape, dtype, slice);
+            let tensor = tensor.and_then(|tensor| Ok(tensor.to_device(&self.device)?));
             self.progress.add_read(info.bytes() as u64);
             return Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?));
         }
@@ -204,6 +204,27 @@ impl<'c> Weights<'c> {
         let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
         let converted = converted.with_context(|| format!("cannot convert tensor {name} to {dtype:?}"))?;
         Ok(self.progress.add_tensor(converted))
+    }
+
+    /// Loads a float tensor of a GGUF file to host memory, or the part of it that `slice` selects.
+    /// `shape` is the shape of the result.
+    fn gguf_float(
+        &self,
+        model: &GgufModel,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        slice: Option<Slice>,
+    ) -> Result<Tensor> {
+        match &slice {
+            Some(slice) if slice.dim == 0 && shape.len() > 1 && !model.is_transposed(name) => {
+                model.float_rows(name, dtype, shape, slice)
+            }
+            _ => {
+                let shared = self.shared_gguf_reads(model, name, slice.as_ref());
+                sliced(model.shared_float(name, dtype, shared)?, slice)
+            }
+        }
     }
 
     /// Loads an E4M3 tensor that has no scales, or the part of it that `slice` selects.

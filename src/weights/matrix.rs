@@ -126,11 +126,16 @@ impl<'c> Weights<'c> {
                 let ranges = starts.flat_map(|start| ranges.iter().map(move |r| start + r.start..start + r.end));
                 Some(found.rows(ranges.flatten().collect()))
             }
-            (Some(found), Some(slice)) => {
+            (Some(found), slice) => {
+                // All ranks need some bytes of each row, so they convert the rows together.
                 let shared = self.shared_reads().map(|reads| (reads, self.full_name(name)));
-                Some(found.columns(slice.ranges[0].clone(), shared)?)
+                match (slice, &shared) {
+                    (Some(slice), _) => Some(found.columns(slice.ranges[0].clone(), shared)?),
+                    (None, Some(_)) => Some(found.columns(0..stored[1], shared)?),
+                    (None, None) => Some(found),
+                }
             }
-            (found, _) => found,
+            (None, _) => None,
         })
     }
 

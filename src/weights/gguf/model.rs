@@ -8,6 +8,7 @@
 //! - [`GgufModel::float`]: converts a tensor to floats
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor, WithDType};
@@ -18,7 +19,9 @@ use super::mapping::map_tensors;
 use super::model_tensor::{ModelTensor, RowMapping, Transform};
 use crate::weights::ggml::GgmlType;
 use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
-use crate::weights::reading::{RowBuffer, RowSource, RowsToConvert, SharedReads, StoredBytes, StoredRows, convert_all};
+use crate::weights::reading::{
+    RowBuffer, RowSource, RowsToConvert, SharedReads, Slice, StoredBytes, StoredRows, convert_all,
+};
 use crate::weights::tensor_info::TensorInfo;
 
 /// An open GGUF file and the tensors of its model.
@@ -156,19 +159,36 @@ impl GgufModel {
         dtype: DType,
         shared: Option<&SharedReads>,
     ) -> Result<Tensor> {
-        let make = || match (self.stored(name)?, dtype) {
-            (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => match (shared, &view.bytes) {
+        let load = || match self.stored(name)? {
+            Some(view) if float_dtype(view.info.ggml_type) == Some(dtype) => match (shared, &view.bytes) {
                 (Some(shared), StoredBytes::File(file)) => {
                     StoredBytes::Memory(&shared.read_to_vec(name, file)?).tensor(dtype, &view.info.shape)
                 }
                 _ => view.bytes.tensor(dtype, &view.info.shape),
             },
-            (_, DType::F32) => self.make::<f32>(name, shared, |value| value),
-            (_, DType::F16) => self.make(name, shared, f16::from_f32),
-            (_, DType::BF16) => self.make(name, shared, bf16::from_f32),
-            _ => bail!("cannot dequantize to {dtype:?}"),
+            _ => self.converted(name, dtype, RowsToLoad::All(shared)),
         };
-        make().with_context(|| format!("tensor {name}"))
+        load().with_context(|| format!("tensor {name}"))
+    }
+
+    /// Returns the rows of a matrix that `slice` selects, as floats of `dtype` in host memory.
+    /// Reads and converts only these rows, without the other ranks.
+    ///
+    /// `shape` is the shape of the result. The matrix must not be [transposed](Self::is_transposed).
+    pub(in crate::weights) fn float_rows(
+        &self,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+        slice: &Slice,
+    ) -> Result<Tensor> {
+        let load = || match self.stored(name)? {
+            Some(view) if float_dtype(view.info.ggml_type) == Some(dtype) => {
+                slice.read(name, &view.bytes, dtype, shape, None)
+            }
+            _ => self.converted(name, dtype, RowsToLoad::Ranges(&slice.ranges)),
+        };
+        load().with_context(|| format!("tensor {name}"))
     }
 
     /// Returns whether the Hugging Face checkpoint stores the matrix, or each matrix of a stack, transposed.
@@ -176,10 +196,21 @@ impl GgufModel {
         self.tensors.get(name).is_some_and(|tensor| tensor.transform == Transform::Transposed)
     }
 
-    fn make<T: WithDType + Default>(
+    /// Reads rows of a tensor and converts them to `dtype`, on all cores.
+    fn converted(&self, name: &str, dtype: DType, rows: RowsToLoad) -> Result<Tensor> {
+        match dtype {
+            DType::F32 => self.converted_with::<f32>(name, rows, |value| value),
+            DType::F16 => self.converted_with(name, rows, f16::from_f32),
+            DType::BF16 => self.converted_with(name, rows, bf16::from_f32),
+            _ => bail!("cannot dequantize to {dtype:?}"),
+        }
+    }
+
+    /// Like [`converted`](Self::converted). `convert` converts a value.
+    fn converted_with<T: WithDType + Default>(
         &self,
         name: &str,
-        shared: Option<&SharedReads>,
+        rows_to_load: RowsToLoad,
         convert: impl Fn(f32) -> T + Sync,
     ) -> Result<Tensor> {
         let tensor = self.required(name)?;
@@ -187,14 +218,26 @@ impl GgufModel {
         let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
         // Limit the row length, because a malicious tensor with 0 rows can declare a huge one.
         let columns = rows.columns.min(tensor.info.elements()).max(1);
-        let rows_to_convert = RowsToConvert { name, rows: tensor.info.elements() / columns, row_length: columns };
-        let values = convert_all(shared, rows_to_convert, |row, buffer, values: &mut [T]| {
+        let convert_row = |row: usize, buffer: &mut RowBuffer, values: &mut [T]| {
             let mut floats = vec![0.0; columns];
             let (ggml_type, bytes) = rows.get(row, buffer)?;
             ggml_type.dequantize(bytes, &mut floats)?;
             values.iter_mut().zip(floats).for_each(|(value, float)| *value = convert(float + shift));
             Ok(())
-        })?;
+        };
+        let rows_to_convert = |rows: usize| RowsToConvert { name, rows, row_length: columns };
+        let shared = match rows_to_load {
+            RowsToLoad::All(shared) => shared,
+            RowsToLoad::Ranges(ranges) => {
+                let indices: Vec<usize> = ranges.iter().cloned().flatten().collect();
+                let convert_selected = |index: usize, buffer: &mut RowBuffer, values: &mut [T]| {
+                    convert_row(indices[index], buffer, values)
+                };
+                let values = convert_all(None, rows_to_convert(indices.len()), convert_selected)?;
+                return Ok(Tensor::from_vec(values, (indices.len(), columns), &Device::Cpu)?);
+            }
+        };
+        let values = convert_all(shared, rows_to_convert(tensor.info.elements() / columns), convert_row)?;
         let shape = &tensor.info.shape;
         if tensor.transform != Transform::Transposed {
             return Ok(Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?);
@@ -250,6 +293,14 @@ impl GgufModel {
         });
         Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, mapping: tensor.rows })
     }
+}
+
+/// The rows of a tensor to read and convert.
+enum RowsToLoad<'r> {
+    /// All rows. With [`SharedReads`], the ranks convert them together.
+    All(Option<&'r SharedReads>),
+    /// Ranges of the rows of a matrix. The ranges must be within the matrix.
+    Ranges(&'r [Range<usize>]),
 }
 
 /// The rows of a tensor, read from its source tensors.

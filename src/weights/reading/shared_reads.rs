@@ -11,9 +11,8 @@
 //!
 //! Quantized matrices and most tensors of GGUF files are converted on the host. Each rank reads and converts some of
 //! the rows, and all ranks copy what they need from the converted rows. There are two exceptions:
-//! - If a quantized matrix is not divided by columns, each rank converts the rows that it needs alone.
-//! - If a float tensor of a GGUF file is divided along its first dimension and is not transposed, each rank that needs
-//!   a part converts the whole tensor alone.
+//! - If a matrix is divided by rows and not transposed, each rank reads and converts only its own rows, alone.
+//! - If a vector of a GGUF file is divided, each rank that needs a part converts the whole vector alone.
 
 use std::ops::Range;
 use std::panic::resume_unwind;

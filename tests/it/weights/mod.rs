@@ -294,7 +294,8 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
     }
 }
 
-/// Each rank converts some of the rows of a matrix and keeps its part of the columns, which may be empty.
+/// Each rank converts some of the rows of a matrix. It keeps the whole matrix, or its part of the columns, which may be
+/// empty.
 /// Each row is at least as long as the read window of `weights/reading/source.rs` (64 KiB),
 /// so that no thread reads more bytes than it converts.
 #[test]
@@ -316,8 +317,9 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
         (eight_bit.path(), down, None),
     ] {
         let checkpoint = Checkpoint::open(path).unwrap();
-        // Loads the matrix on `ranks` ranks, which divide its first 2048 columns and keep no others.
-        let load = |ranks: usize, is_shared: bool| {
+        // Loads the whole matrix on each of `ranks` ranks. If it is divided, the ranks divide its first 2048 columns and
+        // keep no others.
+        let load = |ranks: usize, is_divided: bool, is_shared: bool| {
             on_ranks(ranks, |world| {
                 let progress = LoadProgress::silent();
                 let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
@@ -325,24 +327,72 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
                 let weights = weights.world(world.clone()).share_reads(is_shared).build().unwrap();
                 // A Q4_K matrix can be divided only between blocks of 256 columns. 2048 columns have 8 blocks,
                 // so one of nine ranks gets none.
-                let kept = world.share(2048, 256);
-                let parts = [(weights.at(module).columns(kept.clone(), columns), rows)];
-                match Weights::matrix(&parts, "weight", kept.len()).unwrap() {
+                let kept = if is_divided { world.share(2048, 256) } else { 0..columns };
+                let weights = weights.at(module);
+                let weights = if is_divided { weights.columns(kept.clone(), columns) } else { weights };
+                match Weights::matrix(&[(weights, rows)], "weight", kept.len()).unwrap() {
                     Matrix::Dense(empty) => vec![bits(&empty)],
                     Matrix::Quantized(parts) => parts.iter().flat_map(|part| part.tensors().map(bits)).collect(),
                     Matrix::Concatenated(_) => panic!("a single matrix was concatenated"),
                 }
             })
         };
-        for ranks in [2, 3, 9] {
+        for (ranks, is_divided) in [(2, true), (3, true), (9, true), (2, false), (3, false)] {
             let before = read_bytes(&checkpoint);
-            let parts = load(ranks, true);
+            let parts = load(ranks, is_divided, true);
             let read = read_bytes(&checkpoint) - before;
             // Each rank reads all scales of an 8-bit matrix.
             let scale_bytes = if path == eight_bit.path() { (ranks * rows * size_of::<f32>()) as u64 } else { 0 };
             let matrix_bytes = checkpoint.bytes() - scale_bytes / ranks as u64;
             assert_eq!(read, matrix_bytes + scale_bytes, "bytes read of {module} as {target:?} on {ranks} ranks");
-            assert!(parts == load(ranks, false), "shared reads changed {module} as {target:?} on {ranks} ranks");
+            let alone = load(ranks, is_divided, false);
+            assert!(parts == alone, "shared reads changed {module} as {target:?} on {ranks} ranks");
+        }
+    }
+}
+
+/// Each rank reads and converts only its own rows of a float matrix in a GGUF file.
+/// Covers a matrix that is stored in the compute dtype, one that is converted, and one whose rows are reordered.
+/// Each row is at least as long as the read window of `weights/reading/source.rs` (64 KiB).
+#[test]
+fn ranks_read_only_their_rows_of_float_matrices_in_gguf_files() {
+    let (rows, columns, heads) = (24, 40_000, 4);
+    let bytes = |tensor: Tensor| -> Vec<u8> {
+        let values = tensor.to_vec1::<half::f16>().unwrap();
+        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    };
+    let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
+    writer = writer.u32("llama.attention.head_count", heads as u32);
+    for name in ["blk.0.attn_q.weight", "blk.0.ffn_up.weight"] {
+        let values = bytes(random(rows * columns, DType::F16));
+        writer = writer.tensor(name, &[columns as u64, rows as u64], GgmlType::F16.id(), &values);
+    }
+    let (_folder, path) = saved(&writer);
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    for dtype in [DType::F16, DType::F32] {
+        // Loads the rows of whole heads of both matrices.
+        let load = |world: &World| {
+            let progress = LoadProgress::silent();
+            let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress).world(world.clone());
+            let weights = weights.build().unwrap().at("model.layers.0");
+            let own = world.share(rows, rows / heads);
+            ["self_attn.q_proj", "mlp.up_proj"].map(|module| {
+                let parts = [(weights.at(module).rows([own.clone()], rows), own.len())];
+                match Weights::matrix(&parts, "weight", columns).unwrap() {
+                    Matrix::Dense(tensor) => bits(&tensor),
+                    _ => panic!("the loaded matrix is not dense"),
+                }
+            })
+        };
+        let whole = load(&World::alone());
+        for ranks in [2, 3, 5] {
+            let before = read_bytes(&checkpoint);
+            let parts = on_ranks(ranks, load);
+            assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks, {dtype:?}");
+            for (index, whole) in whole.iter().enumerate() {
+                let joined: Vec<u32> = parts.iter().flat_map(|part| part[index].clone()).collect();
+                assert!(joined == *whole, "{ranks} ranks, {dtype:?}, matrix {index}");
+            }
         }
     }
 }
