@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use candle_core::cuda_backend::cudarc::cublas::CudaBlas;
 use candle_core::cuda_backend::cudarc::curand::CudaRng;
 use candle_core::cuda_backend::cudarc::driver;
-use candle_core::{DType, Device};
+use candle_core::{CudaDevice, DType, Device};
 use inferno::device::{self, DeviceChoice};
 use inferno::kernels::upload::CopyStream;
 use inferno::nn::rope::{RopeFrequencies, RotaryEmbedding};
@@ -44,31 +44,7 @@ fn main() -> Result<()> {
     lap("RoPE tables for 131,072 positions");
     let Device::Cuda(gpu) = &device else { anyhow::bail!("no GPU") };
     let checkpoint = Checkpoint::open(&model)?;
-    let read = |settings: ReadAheadOptions| -> Result<()> {
-        let started = Instant::now();
-        let requests = checkpoint.read_requests(DType::BF16);
-        ensure!(!requests.is_empty(), "{} has no tensors that can be read ahead", model.display());
-        let sizes: Vec<_> = requests.iter().map(|request| (request.name.clone(), request.bytes())).collect();
-        let bytes: usize = sizes.iter().map(|(_, bytes)| bytes).sum();
-        let reader = ReadAheadReader::start(CopyStream::new(gpu)?, requests, settings)?;
-        let take = |(name, bytes): &(String, usize)| reader.take(name, DType::U8, &[*bytes]);
-        let tensors = sizes.iter().map(take).collect::<Result<Vec<_>>>()?;
-        let handed_out = started.elapsed().as_secs_f64();
-        device.synchronize()?;
-        let arrived = started.elapsed().as_secs_f64();
-        drop(reader);
-        let dropped = started.elapsed().as_secs_f64();
-        drop(tensors);
-        device.synchronize()?;
-        println!(
-            "{:2} threads, {:5} KiB pieces: tensors returned {handed_out:.3} s, copied {arrived:.3} s = {:.1} GB/s, \
-             threads joined {dropped:.3} s",
-            settings.threads,
-            settings.piece_bytes >> 10,
-            bytes as f64 / 1e9 / arrived,
-        );
-        Ok(())
-    };
+    let read = |settings| read(&checkpoint, gpu, settings);
     let standard = ReadAheadOptions::default();
     println!("the first load allocates GPU memory from the driver; later loads reuse memory from the memory pool");
     read(standard)?;
@@ -90,5 +66,33 @@ fn main() -> Result<()> {
             read(ReadAheadOptions { threads, ..standard })?;
         }
     }
+    Ok(())
+}
+
+/// Reads all tensors of a checkpoint to the GPU with `settings`, and prints how long that takes.
+fn read(checkpoint: &Checkpoint, gpu: &CudaDevice, settings: ReadAheadOptions) -> Result<()> {
+    let started = Instant::now();
+    let requests = checkpoint.read_requests(DType::BF16);
+    ensure!(!requests.is_empty(), "the model has no tensors that can be read ahead: it needs safetensors files");
+    let sizes: Vec<_> = requests.iter().map(|request| (request.name.clone(), request.bytes())).collect();
+    let bytes: usize = sizes.iter().map(|(_, bytes)| bytes).sum();
+    let reader = ReadAheadReader::start(CopyStream::new(gpu)?, requests, settings)?;
+    let take = |(name, bytes): &(String, usize)| reader.take(name, DType::U8, &[*bytes]);
+    let tensors = sizes.iter().map(take).collect::<Result<Vec<_>>>()?;
+    let handed_out = started.elapsed().as_secs_f64();
+    let device = Device::Cuda(gpu.clone());
+    device.synchronize()?;
+    let arrived = started.elapsed().as_secs_f64();
+    drop(reader);
+    let dropped = started.elapsed().as_secs_f64();
+    drop(tensors);
+    device.synchronize()?;
+    println!(
+        "{:2} threads, {:5} KiB pieces: tensors returned {handed_out:.3} s, copied {arrived:.3} s = {:.1} GB/s, \
+         threads joined {dropped:.3} s",
+        settings.threads,
+        settings.piece_bytes >> 10,
+        bytes as f64 / 1e9 / arrived,
+    );
     Ok(())
 }
