@@ -59,8 +59,9 @@ pub struct SpecialIds {
 }
 
 /// The type of a token, from `tokenizer.ggml.token_type`.
-/// A token without a type, or with an unknown type number, is `Normal`. As in llama.cpp, a normal token with the text of
-/// a known stop token is `Control`, because some converters write the wrong type or no types at all.
+/// A token without a type, or with an unknown type number, is `Normal`.
+/// As in llama.cpp, a normal token with the text of a known stop token is `Control`, because some converters write the
+/// wrong type or no types at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,
