@@ -40,7 +40,7 @@ pub(super) struct RankLoader<'l> {
     /// The maximum number of tokens in one forward pass.
     pub chunk: usize,
     /// Whether to load the kernels of dense matrix products before the first request.
-    /// See [`LoadOptions::warm_up`](super::load::LoadOptions::warm_up).
+    /// See [`LoadOptions::warm_up`](super::options::LoadOptions::warm_up).
     pub warm_up: bool,
     /// The paths on which GPUs may exchange data, in the order in which they are tried.
     pub exchange_paths: &'l [ExchangePath],
@@ -198,7 +198,7 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
         return Error::GpuFailed(failure_message(world, &error_message(&error))).into();
     }
     // The GPU itself may work: the error can be about a file, or the GPU can be out of memory.
-    // In the latter case, `load.rs` adds an explanation to this error.
+    // In the latter case, `on_device.rs` adds an explanation to this error.
     error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 
