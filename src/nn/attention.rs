@@ -133,7 +133,7 @@ impl Attention {
         rotary: Arc<RotaryEmbedding>,
     ) -> Result<Self> {
         let AttentionConfig { hidden_size, heads, spec, .. } = config;
-        let (q_size, kv_size) = config.projection_sizes();
+        let (q_size, _) = config.projection_sizes();
         let o_name = if let Projections::FusedTransposed { o, .. } = names { o } else { "o_proj" };
         let world = weights.world();
         let kv_heads = config.kv_share(world, weights.at(o_name).column_unit("weight", q_size)?);
@@ -141,25 +141,7 @@ impl Attention {
         let q_heads = times(&kv_heads, heads / spec.kv_heads);
         let (q, kv) = (times(&q_heads, spec.head_dim), times(&kv_heads, spec.head_dim));
         let o = weights.at(o_name).columns(q.clone(), q_size);
-
-        // This rank's rows of a fused q, k and v matrix.
-        let fused =
-            [q.clone(), q_size + kv.start..q_size + kv.end, q_size + kv_size + kv.start..q_size + kv_size + kv.end];
-        let (fused_rows, fused_size) = (q.len() + 2 * kv.len(), q_size + 2 * kv_size);
-        let qkv_proj = match names {
-            Projections::Separate => {
-                let part = |name, rows: &Range<usize>, size| (weights.at(name).rows([rows.clone()], size), rows.len());
-                let parts = [part("q_proj", &q, q_size), part("k_proj", &kv, kv_size), part("v_proj", &kv, kv_size)];
-                Linear::load_stacked(&parts, hidden_size, config.qkv_bias)?
-            }
-            Projections::Fused => {
-                let qkv = weights.at("qkv_proj").rows(fused, fused_size);
-                Linear::load(&qkv, hidden_size, fused_rows, config.qkv_bias)?
-            }
-            Projections::FusedTransposed { qkv, .. } => {
-                Linear::load_transposed(&weights.at(qkv).rows(fused, fused_size), hidden_size, fused_rows)?
-            }
-        };
+        let qkv_proj = load_qkv(weights, config, names, QkvRows { q: q.clone(), kv })?;
         let o_proj = match names {
             Projections::FusedTransposed { .. } => Linear::load_transposed(&o, q.len(), hidden_size)?,
             _ => Linear::load(&o, q.len(), hidden_size, config.o_bias)?,
@@ -239,5 +221,31 @@ impl Attention {
         let sum_order = pass.sum_order();
         let inputs = AttentionInputs { q: &q, layer: cached, queries, blocks, sinks, mask, sum_order };
         Ok(attention(inputs, pass.backend())?.reshape((tokens, heads * head_dim))?)
+    }
+}
+
+/// This rank's rows of q_proj, and of both k_proj and v_proj.
+struct QkvRows {
+    q: Range<usize>,
+    kv: Range<usize>,
+}
+
+/// Loads this rank's rows of q_proj, k_proj and v_proj, stacked in this order.
+fn load_qkv(weights: &Weights, config: AttentionConfig, names: Projections, own: QkvRows) -> Result<Linear> {
+    let AttentionConfig { hidden_size, qkv_bias, .. } = config;
+    let (q_size, kv_size) = config.projection_sizes();
+    let QkvRows { q, kv } = own;
+    if let Projections::Separate = names {
+        let part = |name, rows: &Range<usize>, size| (weights.at(name).rows([rows.clone()], size), rows.len());
+        let parts = [part("q_proj", &q, q_size), part("k_proj", &kv, kv_size), part("v_proj", &kv, kv_size)];
+        return Linear::load_stacked(&parts, hidden_size, qkv_bias);
+    }
+    let rows = q.len() + 2 * kv.len();
+    let k = q_size + kv.start..q_size + kv.end;
+    let v = k.start + kv_size..k.end + kv_size;
+    let fused = |name| weights.at(name).rows([q, k, v], q_size + 2 * kv_size);
+    match names {
+        Projections::FusedTransposed { qkv, .. } => Linear::load_transposed(&fused(qkv), hidden_size, rows),
+        _ => Linear::load(&fused("qkv_proj"), hidden_size, rows, qkv_bias),
     }
 }
