@@ -11,7 +11,7 @@ use crate::nn::checks::{MAX_SIZE, check_optional, check_range, check_size};
 use crate::nn::decoder_config::DecoderConfig;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
-use crate::nn::mlp::GatedMlp;
+use crate::nn::mlp::{GatedMlp, MlpConfig};
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{counted, excerpt, library_error, quote};
@@ -215,10 +215,14 @@ impl CommonConfig {
         AttentionConfig::new(self.hidden_size, self.num_attention_heads, spec)
     }
 
+    pub fn mlp(&self) -> MlpConfig {
+        let Self { hidden_size, intermediate_size, hidden_act: activation, .. } = *self;
+        MlpConfig { hidden_size, intermediate_size, activation }
+    }
+
     /// Loads the gated MLP of a layer, without biases.
     pub fn load_mlp(&self, layer: &Weights) -> Result<GatedMlp> {
-        let Self { hidden_size, intermediate_size, hidden_act, .. } = *self;
-        GatedMlp::load(&layer.at("mlp"), hidden_size, intermediate_size, Bias::Without, hidden_act)
+        GatedMlp::load(&layer.at("mlp"), self.mlp(), Bias::Without)
     }
 
     pub fn decoder_config(&self, cache_layers: Vec<LayerSpec>, context: usize) -> Result<DecoderConfig> {

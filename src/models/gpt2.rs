@@ -14,7 +14,7 @@ use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
-use crate::nn::mlp::{Mlp, PlainMlp};
+use crate::nn::mlp::{Mlp, MlpConfig, PlainMlp};
 use crate::nn::norm::{NormConfig, NormKind};
 use crate::nn::rope::RopeFrequencies;
 use crate::weights::tensor_table::{
@@ -120,7 +120,8 @@ impl Config {
             ..AttentionConfig::new(hidden_size, self.n_head, layer.spec)
         };
         let attention = Attention::load_transposed(&weights.at("attn"), config, ["c_attn", "c_proj"], layer.rotary)?;
-        let mlp = PlainMlp::load_transposed(&weights.at("mlp"), hidden_size, intermediate_size, self.hidden_act)?;
+        let mlp = MlpConfig { hidden_size, intermediate_size, activation: self.hidden_act };
+        let mlp = PlainMlp::load_transposed(&weights.at("mlp"), mlp)?;
         Ok((attention, Mlp::Plain(mlp)))
     }
 }

@@ -51,9 +51,7 @@ impl StandardDecoder for Config {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, ..self.common.attention(layer.spec) };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
-        let CommonConfig { hidden_size, intermediate_size, hidden_act, .. } = self.common;
-        let mlp_bias = Bias::from(self.mlp_bias);
-        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, mlp_bias, hidden_act)?;
+        let mlp = GatedMlp::load(&weights.at("mlp"), self.common.mlp(), Bias::from(self.mlp_bias))?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

@@ -94,8 +94,7 @@ impl StandardDecoder for Config {
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = self.common.attention(layer.spec);
         let attention = Attention::load_fused(&weights.at("self_attn"), attention, layer.rotary)?;
-        let CommonConfig { hidden_size, intermediate_size, hidden_act, .. } = self.common;
-        let mlp = GatedMlp::load_fused(&weights.at("mlp"), hidden_size, intermediate_size, hidden_act)?;
+        let mlp = GatedMlp::load_fused(&weights.at("mlp"), self.common.mlp())?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

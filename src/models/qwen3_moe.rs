@@ -114,12 +114,11 @@ impl StandardDecoder for Config {
         let attention = self.common.attention(layer.spec);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
-        let CommonConfig { hidden_size, intermediate_size, hidden_act, .. } = self.common;
         let weights = weights.at("mlp");
         let mlp = if self.is_sparse(layer.index) {
             Mlp::GatedMoe(GatedMoe::load(&weights, self.moe_config(), &EXPERT_NAMES)?)
         } else {
-            Mlp::Gated(GatedMlp::load(&weights, hidden_size, intermediate_size, Bias::Without, hidden_act)?)
+            Mlp::Gated(GatedMlp::load(&weights, self.common.mlp(), Bias::Without)?)
         };
         Ok((attention, mlp))
     }

@@ -104,6 +104,14 @@ impl Mlp {
     }
 }
 
+/// The sizes and the activation of a dense MLP.
+#[derive(Clone, Copy)]
+pub struct MlpConfig {
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub activation: ConfigActivation,
+}
+
 /// A gated MLP: down(activation(gate(x)) · up(x)), from arXiv 2002.05202.
 pub struct GatedMlp {
     /// The stacked weights: the gate_proj rows, then the up_proj rows.
@@ -115,48 +123,31 @@ pub struct GatedMlp {
 
 impl GatedMlp {
     /// Loads this rank's part of `gate_proj`, `up_proj` and `down_proj`.
-    pub fn load(
-        weights: &Weights,
-        hidden_size: usize,
-        intermediate_size: usize,
-        bias: Bias,
-        activation: ConfigActivation,
-    ) -> Result<Self> {
+    pub fn load(weights: &Weights, config: MlpConfig, bias: Bias) -> Result<Self> {
+        let MlpConfig { hidden_size, intermediate_size, .. } = config;
         let down = weights.at("down_proj");
         let share = intermediate_share(&down, intermediate_size)?;
         let part = |name| (weights.at(name).rows([share.clone()], intermediate_size), share.len());
         let gate_up_proj = Linear::load_stacked(&[part("gate_proj"), part("up_proj")], hidden_size, bias)?;
-        Self::new(gate_up_proj, &down, share, hidden_size, intermediate_size, bias, activation)
+        let down = down.columns(share.clone(), intermediate_size);
+        Self::new(gate_up_proj, Linear::load(&down, share.len(), hidden_size, bias)?, config, down.dtype())
     }
 
     /// Loads this rank's part of `gate_up_proj` and `down_proj`, without biases.
     /// `gate_up_proj` has the gate rows, then the up rows.
-    pub fn load_fused(
-        weights: &Weights,
-        hidden_size: usize,
-        intermediate_size: usize,
-        activation: ConfigActivation,
-    ) -> Result<Self> {
+    pub fn load_fused(weights: &Weights, config: MlpConfig) -> Result<Self> {
+        let MlpConfig { hidden_size, intermediate_size, .. } = config;
         let down = weights.at("down_proj");
         let share = intermediate_share(&down, intermediate_size)?;
         let rows = gate_up_rows(&share, intermediate_size);
         let gate_up = weights.at("gate_up_proj").rows(rows, 2 * intermediate_size);
         let gate_up_proj = Linear::load(&gate_up, hidden_size, 2 * share.len(), Bias::Without)?;
-        Self::new(gate_up_proj, &down, share, hidden_size, intermediate_size, Bias::Without, activation)
+        let down = down.columns(share.clone(), intermediate_size);
+        Self::new(gate_up_proj, Linear::load(&down, share.len(), hidden_size, Bias::Without)?, config, down.dtype())
     }
 
-    fn new(
-        gate_up_proj: Linear,
-        down: &Weights,
-        share: Range<usize>,
-        hidden_size: usize,
-        intermediate_size: usize,
-        bias: Bias,
-        activation: ConfigActivation,
-    ) -> Result<Self> {
-        let columns = share.len();
-        let down_proj = Linear::load(&down.columns(share, intermediate_size), columns, hidden_size, bias)?;
-        Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype: down.dtype() })
+    fn new(gate_up_proj: Linear, down_proj: Linear, config: MlpConfig, dtype: DType) -> Result<Self> {
+        Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(config.activation)?, dtype })
     }
 
     /// Returns `gate_proj` and `up_proj` as two layers, which share memory with `gate_up_proj`.
@@ -194,12 +185,8 @@ pub struct PlainMlp {
 
 impl PlainMlp {
     /// Loads this rank's part of `c_fc` and `c_proj`, which are stored transposed.
-    pub fn load_transposed(
-        weights: &Weights,
-        hidden_size: usize,
-        intermediate_size: usize,
-        activation: ConfigActivation,
-    ) -> Result<Self> {
+    pub fn load_transposed(weights: &Weights, config: MlpConfig) -> Result<Self> {
+        let MlpConfig { hidden_size, intermediate_size, activation } = config;
         let (fc, proj) = (weights.at("c_fc"), weights.at("c_proj"));
         let share = intermediate_share(&proj, intermediate_size)?;
         let fc = fc.rows([share.clone()], intermediate_size);
