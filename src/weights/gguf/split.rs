@@ -23,22 +23,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
     if split.count == 1 {
         return Ok(vec![first]);
     }
-    let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let Some(name) = PartName::parse(file) else {
-        bail!(
-            "cannot open {}: it is one of {} parts, but its name has no part number such as -00001-of-00003.gguf",
-            path.display(),
-            split.count
-        );
-    };
-    if (name.number, name.count) != (split.number + 1, split.count) {
-        bail!(
-            "cannot open {}: its metadata says part {} of {}; was the file renamed?",
-            path.display(),
-            split.number + 1,
-            split.count
-        );
-    }
+    let name = part_name(path, &split)?;
     let (mut parts, mut head_bytes, mut found) = (Vec::new(), 0, 0);
     let mut opened = Some(first);
     for number in 1..=name.count {
@@ -77,6 +62,27 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
         );
     }
     Ok(parts)
+}
+
+/// Parses the file name of a part. Fails if the name does not agree with `split`, the metadata in the file.
+fn part_name<'p>(path: &'p Path, split: &SplitInfo) -> Result<PartName<'p>> {
+    let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let Some(name) = PartName::parse(file) else {
+        bail!(
+            "cannot open {}: it is one of {} parts, but its name has no part number such as -00001-of-00003.gguf",
+            path.display(),
+            split.count
+        );
+    };
+    if (name.number, name.count) != (split.number + 1, split.count) {
+        bail!(
+            "cannot open {}: its metadata says part {} of {}; was the file renamed?",
+            path.display(),
+            split.number + 1,
+            split.count
+        );
+    }
+    Ok(name)
 }
 
 /// The split metadata of one part.
