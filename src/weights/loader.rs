@@ -184,6 +184,7 @@ impl<'c> Weights<'c> {
         dtype: DType,
         slice: Option<Slice>,
     ) -> Result<Tensor> {
+        self.reader.world.tick();
         let name = self.full_name(name);
         let stored_shape = slice.as_ref().map_or(shape.to_vec(), |slice| slice.stored_shape(shape));
         if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
@@ -292,6 +293,7 @@ impl<'c> Weights<'c> {
     /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `shape` is the shape of the result.
     /// `device` is either the device of the weights or the host. From a GGUF file, loads only packed MXFP4.
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
+        self.reader.world.tick();
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = sliced(model.shared_packed(name, self.shared_reads.as_ref())?, slice)?.to_device(device)?;
             self.progress.add_read(self.checkpoint.required(name)?.bytes() as u64);
@@ -301,7 +303,6 @@ impl<'c> Weights<'c> {
         let Some(dtype) = view.info.candle_dtype() else {
             bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
         };
-        self.reader.world.tick();
         let part = PartToRead { name, dtype, shape, slice: slice.as_ref() };
         let tensor = match self.read_plan(&view, &part, device) {
             ReadPlan::Ahead(reader) => reader.take(name, dtype, shape)?,

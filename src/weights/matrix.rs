@@ -109,6 +109,7 @@ impl<'c> Weights<'c> {
     }
 
     fn build(&self, matrices: &[&MatrixRows]) -> Result<QuantizedMatrix> {
+        self.reader.world.tick();
         let matrix = MatrixRows::build(matrices, &self.device)?;
         self.progress.add_resident(matrix.bytes());
         Ok(matrix)
@@ -127,13 +128,10 @@ impl<'c> Weights<'c> {
                 Some(found.rows(ranges.flatten().collect()))
             }
             (Some(found), slice) => {
-                // All ranks need some bytes of each row, so they convert the rows together.
+                // Each rank needs some or all columns of every row, so the ranks can convert the rows together.
+                let kept = slice.map_or(0..stored[1], |slice| slice.ranges[0].clone());
                 let shared = self.shared_reads().map(|reads| (reads, self.full_name(name)));
-                match (slice, &shared) {
-                    (Some(slice), _) => Some(found.columns(slice.ranges[0].clone(), shared)?),
-                    (None, Some(_)) => Some(found.columns(0..stored[1], shared)?),
-                    (None, None) => Some(found),
-                }
+                Some(found.columns(kept, shared)?)
             }
             (None, _) => None,
         })

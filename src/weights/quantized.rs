@@ -192,7 +192,7 @@ impl<'c> MatrixRows<'c> {
         Self::new(QuantizedShape { format, rows, columns }, input_quantization, Box::new(write))
     }
 
-    /// Keeps only a range of the columns.
+    /// Keeps only a range of the columns, or all columns.
     /// Fails if the range starts or ends within a [unit of columns](WeightFormat::column_unit).
     ///
     /// If `shared` is given, all ranks convert the whole rows together. The string in `shared` is the matrix name.
@@ -207,6 +207,7 @@ impl<'c> MatrixRows<'c> {
         let kept_columns = range.len();
         let writer = match shared {
             Some((reads, name)) => RowWriter::Together { reads: reads.clone(), name, columns, kept: range, write },
+            None if kept_columns == columns => RowWriter::Alone(write),
             None => RowWriter::Alone(Box::new(move |row, buffer, planes| {
                 let mut bytes = format.row_bytes(columns).map(|bytes| vec![0; bytes]);
                 write(row, buffer, bytes.each_mut().map(Vec::as_mut_slice))?;

@@ -18,7 +18,7 @@ use crate::world::World;
 pub struct RankReader {
     pub threads: ReaderThreads,
     /// The rank that reads, even if it loads whole tensors (`Weights::undivided`).
-    /// Each tensor that it reads counts as progress, so that the other ranks do not give up waiting for this rank.
+    /// Each tensor that it loads counts as progress, so that the other ranks do not give up waiting for this rank.
     pub world: World,
 }
 

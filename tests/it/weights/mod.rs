@@ -317,8 +317,8 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
         (eight_bit.path(), down, None),
     ] {
         let checkpoint = Checkpoint::open(path).unwrap();
-        // Loads the whole matrix on each of `ranks` ranks. If it is divided, the ranks divide its first 2048 columns and
-        // keep no others.
+        // Loads the matrix on `ranks` ranks: either whole on each rank, or divided. If it is divided, the ranks divide
+        // its first 2048 columns and keep no others.
         let load = |ranks: usize, is_divided: bool, is_shared: bool| {
             on_ranks(ranks, |world| {
                 let progress = LoadProgress::silent();
@@ -410,6 +410,30 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
     let views = views.map(|(name, view)| (format!("model.layers.0.mlp.down_proj.{name}"), view));
     ::safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
     folder
+}
+
+/// A rank that waits for another rank gives up after a time limit. The limit starts again when the other rank reports
+/// progress. A rank that loads tensors alone, such as its own layers, must therefore report each of them.
+#[test]
+fn each_tensor_of_a_gguf_file_that_a_rank_loads_counts_as_progress() {
+    let (rows, columns) = (4, 64);
+    let blocks = Random(4).bytes(&[rows * columns / 32 * 34], 0..30).to_vec1::<u8>().unwrap();
+    let norm: Vec<u8> = (0..columns).flat_map(|i| (i as f32).to_le_bytes()).collect();
+    let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
+    let writer = writer.tensor("blk.0.ffn_norm.weight", &[columns as u64], GgmlType::F32.id(), &norm);
+    let shape = [columns as u64, rows as u64];
+    let (_folder, path) = saved(&writer.tensor("blk.0.ffn_down.weight", &shape, GgmlType::Q8_0.id(), &blocks));
+    let (checkpoint, progress) = (Checkpoint::open(&path).unwrap(), LoadProgress::silent());
+    let world = World::threads(2).remove(0);
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).world(world.clone());
+    let weights = weights.build().unwrap().at("model.layers.0").undivided();
+
+    let start = world.progress(0);
+    weights.at("post_attention_layernorm").float("weight", &[columns]).unwrap();
+    let after_norm = world.progress(0);
+    assert!(after_norm > start, "the norm does not count as progress");
+    Weights::matrix(&[(weights.at("mlp.down_proj"), rows)], "weight", columns).unwrap();
+    assert!(world.progress(0) > after_norm, "the matrix does not count as progress");
 }
 
 /// Loads a quantized GGUF tensor as floats.
