@@ -55,7 +55,7 @@ fn reach(hub: &Hub) -> Finding {
         }
         Ok(TokenStatus::Accepted) => Finding::pass("hub", format!("{endpoint} responds and accepts the token")),
         Ok(TokenStatus::NotSupported) => {
-            Finding::pass("hub", format!("{endpoint} responds, but not with whether it accepts the token"))
+            Finding::pass("hub", format!("{endpoint} responds, but does not say whether it accepts the token"))
         }
         Ok(TokenStatus::NotSent) => {
             let what = format!("{endpoint} responds; the access token is not sent, because http does not encrypt it");
