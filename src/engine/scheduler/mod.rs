@@ -37,7 +37,8 @@ pub use order::SequenceId;
 
 /// The number of tokens by which `Scheduler::demand` expects an unprotected sequence to grow.
 /// A sequence starts only if the free blocks cover its demand and the demands of all running sequences.
-/// A fork that starts with the blocks of its parent is an exception: it only needs a free slot.
+/// A fork that starts with the blocks of its parent is an exception: it starts if fewer than
+/// `max_sequences` sequences run.
 /// A decode step also tries to allocate blocks for this many tokens after its own token.
 /// A larger value avoids more preemptions, but sequences then start later.
 const GROWTH_STEPS: usize = 8;
@@ -124,7 +125,7 @@ pub struct SchedulerStats {
 /// The predicted start of a sequence that is submitted now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Preview {
-    /// Whether the next step would start the sequence, and leave enough slots for its forks.
+    /// Whether the next step would start the sequence, and `max_sequences` would then allow all of its forks to run.
     /// Does not consider the blocks of the forks, nor whether the step has tokens left in its budget.
     pub starts_now: bool,
     /// The estimated number of waiting sequences that start before the previewed sequence.

@@ -16,8 +16,8 @@ struct PrefillCandidates {
 }
 
 impl Scheduler {
-    /// If a running sequence has computed all prompt tokens but the last, starts its forks while slots are free.
-    /// Moves the other forks to the queue. Returns the started forks.
+    /// If a running sequence has computed all prompt tokens but the last, starts its forks until `max_sequences` sequences
+    /// run, and moves the other forks to the queue. Returns the started forks.
     ///
     /// Each fork computes the last prompt token itself, to sample its own first token.
     fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
@@ -32,7 +32,7 @@ impl Scheduler {
             if !self.sequences.contains_key(&fork) {
                 continue;
             }
-            // A fork for which no slot is free waits like any other sequence.
+            // A fork that would exceed `max_sequences` waits like any other sequence.
             // When it starts, it reuses the blocks of the prompt that are still in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;
             let parent = self.sequences[&id].blocks.as_ref();
@@ -157,7 +157,7 @@ impl Scheduler {
     /// Returns `None` if no candidate is left and no waiting sequence can start.
     fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
         let PrefillCandidates { running, can_admit } = candidates;
-        // Start no sequence if no slot is free, nor after a preemption, because blocks have just run out.
+        // Start no sequence if `max_sequences` are running, nor after a preemption, because blocks have just run out.
         *can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
         let next = self.first_in_turn(running);
         if *can_admit
