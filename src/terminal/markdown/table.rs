@@ -1,5 +1,5 @@
 //! Lays out Markdown tables. If a table is wider than the window, its widest columns shrink.
-//! If it has too many columns for the window, each cell gets lines of its own.
+//! If it is still too wide, each cell gets lines of its own.
 
 use pulldown_cmark::Alignment;
 
@@ -7,16 +7,12 @@ use super::super::styled_text::{Span, StyledLine, TextStyle, width, wrap};
 
 /// The width of the separator between two table columns, in character cells.
 const SEPARATOR: usize = 3;
-/// The minimum width to which a wide table column shrinks, in character cells.
+/// The minimum width to which a wide table column shrinks, in character cells. Narrower columns keep their width.
 const MIN_COLUMN: usize = 4;
 
 /// Lays out a table in a window of `columns` character cells. The first row is the header.
 pub fn layout(rows: &[Vec<StyledLine>], alignments: &[Alignment], columns: usize) -> Vec<StyledLine> {
-    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
-    if MIN_COLUMN * count + SEPARATOR * count.saturating_sub(1) > columns {
-        return stack_cells(rows, columns);
-    }
-    let widths = column_widths(rows, columns);
+    let Some(widths) = column_widths(rows, columns) else { return stack_cells(rows, columns) };
     let mut lines = Vec::new();
     for (number, row) in rows.iter().enumerate() {
         let cell = |index: usize| row.get(index).map(Vec::as_slice).unwrap_or_default();
@@ -43,7 +39,8 @@ pub fn layout(rows: &[Vec<StyledLine>], alignments: &[Alignment], columns: usize
     lines
 }
 
-/// Lays out a table that has too many columns for the window: each nonempty cell becomes a line `header: value`.
+/// Lays out a table that does not fit in the window even if its columns shrink:
+/// each nonempty cell becomes a line `header: value`.
 fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
     let Some((header, rows)) = rows.split_first() else { return Vec::new() };
     // Without rows below the header, show the header cells alone.
@@ -68,12 +65,16 @@ fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
 }
 
 /// Returns the width of each table column in character cells. If the table is too wide, the widest columns shrink.
-fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
+/// Returns `None` if the table is too wide even if no column is wider than [`MIN_COLUMN`].
+fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Option<Vec<usize>> {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let mut widths: Vec<usize> = (0..count)
         .map(|index| rows.iter().filter_map(|row| row.get(index)).map(|cell| width(cell)).max().unwrap_or(0).max(1))
         .collect();
-    let available = columns.saturating_sub(SEPARATOR * count.saturating_sub(1));
+    let available = columns.checked_sub(SEPARATOR * count.saturating_sub(1))?;
+    if widths.iter().map(|&width| width.min(MIN_COLUMN)).sum::<usize>() > available {
+        return None;
+    }
     let mut excess = widths.iter().sum::<usize>().saturating_sub(available);
     while excess > 0 {
         let Some(widest) = widths.iter().copied().max().filter(|&widest| widest > MIN_COLUMN) else { break };
@@ -86,7 +87,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
             excess = excess.saturating_sub(step);
         }
     }
-    widths
+    Some(widths)
 }
 
 /// Appends one line of a wrapped cell, aligned in its column. The last column has no trailing spaces.

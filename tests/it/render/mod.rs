@@ -324,3 +324,23 @@ fn a_table_too_wide_for_the_window_becomes_lines() {
     // The window that `text` uses is wide enough for a table.
     assert!(text(table).contains("─┼─"));
 }
+
+#[test]
+fn a_table_of_narrow_columns_stays_a_table_in_a_narrow_window() {
+    let table = "| a | b | c | d | e | f | note |\n|--|--|--|--|--|--|--|\n| 1 | 2 | 3 | 4 | 5 | 6 | see above |\n";
+    // Six columns of 1 cell, one column of 4 cells, six separators of 3 cells, and the window's last column, which
+    // stays free.
+    let narrow = WindowSize { rows: 24, columns: 29 };
+    let shown = texts(&written(table, usize::MAX, narrow), narrow);
+    let rows = [
+        "a │ b │ c │ d │ e │ f │ note",
+        "──┼───┼───┼───┼───┼───┼─────",
+        "1 │ 2 │ 3 │ 4 │ 5 │ 6 │ see",
+        "  │   │   │   │   │   │ abov",
+        "  │   │   │   │   │   │ e",
+    ];
+    assert_eq!(shown.trim_end(), rows.join("\n"));
+    let narrower = WindowSize { columns: 28, ..narrow };
+    let shown = texts(&written(table, usize::MAX, narrower), narrower);
+    assert_eq!(shown.trim_end(), "a: 1\nb: 2\nc: 3\nd: 4\ne: 5\nf: 6\nnote: see above");
+}
