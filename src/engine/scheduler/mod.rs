@@ -19,18 +19,20 @@ mod fair_queue;
 mod ledger;
 mod order;
 mod plan;
+mod sequence;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::ops::Range;
 use std::time::Duration;
 
-use super::blocks::{BlockCopy, BlockHashes, BlockManager, SequenceBlocks};
+use super::blocks::{BlockCopy, BlockManager, SequenceBlocks};
 use crate::nn::kv_cache::BlockTables;
 use crate::runner::PromptParts;
 use fair_queue::FairQueue;
 use ledger::TenantLedger;
 use order::Seniority;
+use sequence::ScheduledSequence;
 
 pub use ledger::TenantId;
 pub use order::SequenceId;
@@ -159,97 +161,6 @@ pub struct Scheduler {
     preemptions: u64,
 }
 
-/// A sequence that has not ended.
-struct ScheduledSequence {
-    /// The prompt and all tokens generated so far.
-    tokens: Vec<u32>,
-    /// Whether the last entry of `tokens` is a placeholder for the token that a queued step chooses.
-    is_last_pending: bool,
-    prompt_tokens: usize,
-    /// See [`SchedulerConfig::prompt_parts`].
-    prompt_parts: Option<PromptParts>,
-    /// Whether to compute the whole prompt without reusing cached tokens.
-    /// Set to false once all prompt tokens but the last are computed.
-    computes_whole_prompt: bool,
-    max_tokens: usize,
-    tenant: TenantId,
-    /// The position up to which the ledger has counted tokens. Recomputed tokens are not counted again.
-    served: usize,
-    seniority: Seniority,
-    deadline: Option<Duration>,
-    /// The blocks of the sequence while it runs. `None` while it waits.
-    blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence, kept so that attempts to start the sequence do not recompute them.
-    /// Not used while the sequence runs: its block hashes are then in `blocks`.
-    hashes: BlockHashes,
-    preemptions: u32,
-    /// The sequences that will fork from this sequence when it has computed all prompt tokens but the last.
-    forks: Vec<SequenceId>,
-    /// The sequence from which this sequence will fork. A sequence with a parent is not in the queue.
-    parent: Option<SequenceId>,
-}
-
-impl ScheduledSequence {
-    /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.
-    /// 0 while the sequence waits.
-    fn computed(&self) -> usize {
-        self.blocks.as_ref().map_or(0, SequenceBlocks::computed)
-    }
-
-    /// Returns the number of tokens that are not computed yet.
-    fn uncomputed(&self) -> usize {
-        self.tokens.len() - self.computed()
-    }
-
-    fn is_running(&self) -> bool {
-        self.blocks.is_some()
-    }
-
-    /// Returns the end of the longest range that the next step can compute.
-    ///
-    /// If the sequence has forks or its prompt is divided into parts, the range ends before the last prompt token.
-    /// Each fork computes this token itself. With parts, this token and all later tokens are computed one by one.
-    fn next_end(&self) -> usize {
-        let (last, computed) = (self.prompt_tokens - 1, self.computed());
-        match self.prompt_parts {
-            Some(_) if computed >= last => computed + 1,
-            None if self.forks.is_empty() => self.tokens.len(),
-            _ => last,
-        }
-    }
-
-    /// Returns the end of a chunk that starts at `start` and has at most `tokens` tokens.
-    /// A chunk never ends after [`next_end`](Self::next_end).
-    ///
-    /// If the prompt is divided into parts, the chunk ends where a part ends, or at `next_end`.
-    /// In this case, it includes at least one part, even if the part has more than `tokens` tokens.
-    fn chunk_end(&self, start: usize, tokens: usize) -> usize {
-        let end = start.saturating_add(tokens);
-        let end = self.prompt_parts.map_or(end, |parts| parts.floor(end).max(parts.next(start)));
-        end.min(self.next_end())
-    }
-
-    /// Returns whether the sequence is running or was running before a preemption.
-    fn has_started(&self) -> bool {
-        self.is_running() || self.preemptions > 0
-    }
-
-    /// Returns whether the sequence is running and has only one generated token, or its placeholder, left to compute.
-    fn is_decoding(&self) -> bool {
-        self.is_running() && self.uncomputed() == 1 && self.computed() >= self.prompt_tokens
-    }
-
-    /// Returns whether the sequence has tokens to compute and is not decoding.
-    fn needs_prefill(&self) -> bool {
-        self.uncomputed() > 0 && !self.is_decoding()
-    }
-
-    /// Returns the maximum number of tokens that the sequence can have, including its prompt.
-    fn longest(&self, context: usize) -> usize {
-        self.prompt_tokens.saturating_add(self.max_tokens).min(context)
-    }
-}
-
 impl Scheduler {
     /// Creates a scheduler. Panics if `blocks` cannot hold a sequence of `config.context` tokens, if `max_sequences`
     /// is 0 or exceeds the token budget, or if a prompt part is larger than the token budget.
@@ -347,9 +258,9 @@ impl Scheduler {
         let free_blocks = self.blocks.free_blocks_after(&prefix).saturating_sub(running_demand);
         let seniority = Seniority::new(new.priority, new.arrival, new.id);
         let ahead = self.waiting.ahead(tenant, seniority, &self.ledger);
-        let has_slot = self.running.len() + forks.len() < max_sequences;
+        let can_run = self.running.len() + forks.len() < max_sequences;
         Preview {
-            starts_now: ahead == 0 && has_slot && needed_blocks <= free_blocks,
+            starts_now: ahead == 0 && can_run && needed_blocks <= free_blocks,
             ahead,
             cached_tokens: prefix.tokens(),
             needed_blocks,

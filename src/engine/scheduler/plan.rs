@@ -5,7 +5,8 @@ use std::mem;
 use std::time::Duration;
 
 use super::order::{SchedulingTurn, Seniority, SequenceId};
-use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
+use super::sequence::ScheduledSequence;
+use super::{GROWTH_STEPS, MAX_PREEMPTIONS, Scheduler, SequenceWork, StepPlan};
 
 /// The sequences that can get a chunk in the planned step.
 struct PrefillCandidates {
