@@ -4,10 +4,12 @@
 //! - `sequence`: the state of one answer on the engine thread; `prompt_scores`: the log probabilities of its prompt
 //! - `outbox`: the events that the engine thread sends to the client
 //! - `client_end`: how and when the client ended the sequence
-//! - `stream`: the answer on the client's thread; `output`: turns its tokens into text; `stop`: finds stop strings
+//! - `stream`: the answer on the client's thread; `event`: what the stream returns
+//! - `output`: turns the tokens of an answer into text; `stop`: finds stop strings
 //! - `record`: records of requests and answers, from which the answers can be recomputed
 
 mod client_end;
+mod event;
 mod outbox;
 mod output;
 mod prompt_scores;
@@ -18,6 +20,7 @@ mod stop;
 mod stream;
 
 pub use client_end::ClientEnd;
+pub use event::{AnswerProgress, Event, ScoredPrompt, Summary};
 pub use outbox::{Outbox, SequenceEvent};
 pub use output::Output;
 pub use prompt_scores::PromptScores;
@@ -25,4 +28,4 @@ pub use record::{EngineRecord, GenerationRecord, RecordedAnswer, RecordedRequest
 pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sequence::Sequence;
 pub use stop::StopStrings;
-pub use stream::{AnswerProgress, Event, Events, RequestStream, ScoredPrompt, Summary};
+pub use stream::{Events, RequestStream};
