@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
+use crate::support::add_files;
+
 /// The top-level modules of the crate, lowest layer first.
 const LAYERS: &[&[&str]] = &[
     &["text"],
@@ -151,7 +153,7 @@ impl Sources {
     fn read() -> Self {
         let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
         let mut files = Vec::new();
-        collect(&src, &mut files);
+        add_files(&src, &["rs"], &mut files);
         let text = |file: &PathBuf| std::fs::read_to_string(file).unwrap();
         let sources =
             Self::parse(files.iter().map(|file| (file.strip_prefix(&src).unwrap().to_path_buf(), text(file))));
@@ -427,15 +429,4 @@ fn is_preceded_by_pub(tokens: &[TokenTree]) -> bool {
         all => all,
     };
     matches!(tokens, [.., TokenTree::Ident(word)] if word == "pub")
-}
-
-fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            collect(&path, files);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            files.push(path);
-        }
-    }
 }

@@ -2,26 +2,19 @@
 //! Another test checks the signals that the editor of the chat inherits.
 
 use std::fs;
-use std::process::{Command, Output};
+use std::process::{Output, Stdio};
 
 use nix::sys::wait::WaitStatus;
 use tempfile::TempDir;
 
-use crate::support::program::{assert_fails, inferno, text};
+use crate::support::program::{assert_fails, in_shell, inferno, text};
 use crate::support::screen::{DEMO, Screen};
 
 /// Runs a shell script in which `"$@"` is the inferno program with the arguments `args`.
-fn in_shell(home: &TempDir, script: &str, args: &[&str]) -> Output {
-    let program = inferno(home);
-    let mut shell = Command::new("sh");
-    shell.args(["-c", script, "sh"]).arg(program.get_program()).args(args).stdin(std::process::Stdio::null());
-    shell.env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
-    for (name, value) in program.get_envs() {
-        if let Some(value) = value {
-            shell.env(name, value);
-        }
-    }
-    shell.output().unwrap()
+fn run_script(home: &TempDir, script: &str, args: &[&str]) -> Output {
+    let mut inferno = inferno(home);
+    inferno.args(args);
+    in_shell(&["sh"], script, home.path(), &inferno).stdin(Stdio::null()).output().unwrap()
 }
 
 const ASK_DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--prompt", "Hi"];
@@ -31,12 +24,12 @@ fn file_size_limit_exits_with_11() {
     // `play demo` must fail because it cannot write the demo to the cache.
     // The other commands must fail because they cannot write their output to a file.
     let home = TempDir::new().unwrap();
-    let output = in_shell(&home, "ulimit -f 0; exec \"$@\"", &ASK_DEMO);
+    let output = run_script(&home, "ulimit -f 0; exec \"$@\"", &ASK_DEMO);
     assert_fails(&output, 11, &["File too large"]);
     for args in [&["list"][..], &["completions", "bash"]] {
         let home = TempDir::new().unwrap();
         let script = "cd \"$HOME\"; ulimit -f 0; exec \"$@\" > output";
-        assert_fails(&in_shell(&home, script, args), 11, &["cannot write the output: File too large"]);
+        assert_fails(&run_script(&home, script, args), 11, &["cannot write the output: File too large"]);
     }
 }
 
@@ -44,7 +37,7 @@ fn file_size_limit_exits_with_11() {
 fn full_disk_as_stdout_exits_with_11() {
     let home = TempDir::new().unwrap();
     for args in [&["list"][..], &["show", "demo"], &["completions", "zsh"], &ASK_DEMO] {
-        let output = in_shell(&home, "exec \"$@\" > /dev/full", args);
+        let output = run_script(&home, "exec \"$@\" > /dev/full", args);
         assert_fails(&output, 11, &["No space left on device"]);
     }
 }
@@ -64,7 +57,7 @@ fn full_disk_as_stderr_changes_no_exit_code() {
     ];
     for (args, code) in cases {
         for script in ["exec \"$@\" 2> /dev/full", "exec \"$@\" 2>&-"] {
-            let output = in_shell(&home, script, args);
+            let output = run_script(&home, script, args);
             assert_eq!(output.status.code(), Some(code), "{script} {args:?}: {}", text(&output.stderr));
         }
     }

@@ -16,7 +16,7 @@ mod server_pages;
 mod unsafe_code;
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::support::program::{run, text};
 
@@ -33,18 +33,6 @@ fn help(args: &[&str]) -> String {
     let output = run(&[args, &["--help"]].concat());
     assert!(output.status.success());
     text(&output.stdout).lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
-}
-
-/// Adds to `files` all files in a folder and its subfolders whose extension is in `extensions`.
-fn collect(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            collect(&path, extensions, files);
-        } else if extensions.iter().any(|&wanted| path.extension().is_some_and(|extension| extension == wanted)) {
-            files.push(path);
-        }
-    }
 }
 
 #[test]

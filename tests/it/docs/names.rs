@@ -7,7 +7,8 @@ use proc_macro2::TokenStream;
 use regex::Regex;
 
 use super::members::Members;
-use super::{collect, page, repository};
+use super::{page, repository};
+use crate::support::add_files;
 
 /// The extensions of Rust and CUDA files.
 const SOURCE: [&str; 3] = ["rs", "cu", "cuh"];
@@ -30,7 +31,7 @@ fn named_source_files(text: &str) -> impl Iterator<Item = &str> {
 fn source_files_that_the_pages_and_comments_name_exist() {
     let mut files = vec![repository().join("build.rs")];
     for folder in ["src", "tests", "benches", "fuzz", "examples"] {
-        collect(&repository().join(folder), &SOURCE, &mut files);
+        add_files(&repository().join(folder), &SOURCE, &mut files);
     }
     // Files of the crates openai-harmony and candle-flash-attn, and a file that the build script writes.
     let others = ["src/encoding.rs", "src/ffi.rs", "constants.cuh"];
@@ -81,12 +82,12 @@ fn source_files_that_comments_of_scripts_name_exist() {
     let extensions = [&SOURCE[..], &["py", "sh"]].concat();
     let mut files = vec![repository().join("build.rs")];
     for folder in ["src", "tests", "benches", "fuzz", "examples", "scripts", "deploy"] {
-        collect(&repository().join(folder), &extensions, &mut files);
+        add_files(&repository().join(folder), &extensions, &mut files);
     }
     let mut scripts: Vec<PathBuf> =
         ["Cargo.toml", "fuzz/Cargo.toml", "deploy/Dockerfile"].map(|path| repository().join(path)).into();
     for folder in ["scripts", "deploy", "fuzz/src", "fuzz/fuzz_targets"] {
-        collect(&repository().join(folder), &["rs", "py", "sh", "yaml"], &mut scripts);
+        add_files(&repository().join(folder), &["rs", "py", "sh", "yaml"], &mut scripts);
     }
     let pattern = Regex::new(&format!(r"[\w./-]*\w\.(?:{})\b", extensions.join("|"))).unwrap();
     // Files that these scripts write.
@@ -116,7 +117,7 @@ fn source_files_that_comments_of_scripts_name_exist() {
 fn members_that_pages_and_comments_name_exist() {
     let mut files = Vec::new();
     for folder in ["src", "tests", "benches", "examples", "fuzz/src", "fuzz/fuzz_targets"] {
-        collect(&repository().join(folder), &SOURCE, &mut files);
+        add_files(&repository().join(folder), &SOURCE, &mut files);
     }
     let mut members = Members::default();
     let mut texts = Vec::new();
@@ -129,7 +130,7 @@ fn members_that_pages_and_comments_name_exist() {
         texts.push((file, comments.join("\n")));
     }
     let mut pages = vec![repository().join("README.md"), repository().join("CHANGELOG.md")];
-    collect(&repository().join("docs"), &["md"], &mut pages);
+    add_files(&repository().join("docs"), &["md"], &mut pages);
     texts.extend(pages.into_iter().map(|page| (page.clone(), fs::read_to_string(page).unwrap())));
 
     let pattern = Regex::new(r"`(?:\w+::)*([A-Z]\w*)::(\w+)(?:\(\))?`").unwrap();
@@ -151,8 +152,8 @@ fn members_that_pages_and_comments_name_exist() {
 #[test]
 fn modules_that_module_comments_list_exist() {
     let mut files = Vec::new();
-    collect(&repository().join("src"), &["rs"], &mut files);
-    collect(&repository().join("tests/it"), &["rs"], &mut files);
+    add_files(&repository().join("src"), &["rs"], &mut files);
+    add_files(&repository().join("tests/it"), &["rs"], &mut files);
     // An item starts with names and a colon. After a semicolon, it may have more names and another colon.
     let items = Regex::new(r"(?:^|; )((?:`[\w/]+`(?:, | and )?)+):").unwrap();
     let names = Regex::new(r"`([\w/]+)`").unwrap();
@@ -220,8 +221,8 @@ fn links_between_pages_have_targets() {
 #[test]
 fn tests_that_the_docs_name_exist() {
     let mut files = Vec::new();
-    collect(&repository().join("tests/it"), &["rs"], &mut files);
-    collect(&repository().join("src"), &["rs"], &mut files);
+    add_files(&repository().join("tests/it"), &["rs"], &mut files);
+    add_files(&repository().join("src"), &["rs"], &mut files);
     let code: String = files.iter().map(|file| fs::read_to_string(file).unwrap()).collect();
     let pages = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().path());
     let mut names = Vec::new();

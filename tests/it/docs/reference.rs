@@ -5,7 +5,8 @@ use std::fs;
 
 use inferno::error::Error;
 
-use super::{collect, help, page, repository};
+use super::{help, page, repository};
+use crate::support::add_files;
 use crate::support::program::text;
 
 #[test]
@@ -29,7 +30,7 @@ fn cli_page_matches_the_help_of_every_command() {
 fn reference_page_lists_every_environment_variable() {
     let page = page("docs/reference.md");
     let mut files = Vec::new();
-    collect(&repository().join("src"), &["rs"], &mut files);
+    add_files(&repository().join("src"), &["rs"], &mut files);
     let mut variables = BTreeSet::new();
     for file in files {
         let code = fs::read_to_string(&file).unwrap();

@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use super::{collect, page, repository};
+use super::{page, repository};
+use crate::support::add_files;
 
 /// Returns the name of the function that a line of code defines, if it defines one.
 fn defined_function(line: &str) -> Option<&str> {
@@ -62,7 +63,7 @@ fn unsafe_items(code: &str) -> BTreeSet<String> {
 fn unsafe_page_lists_exactly_the_unsafe_code() {
     let mut files = Vec::new();
     for folder in ["src", "fuzz/src", "tests/it", "tests/macros", "benches", "examples"] {
-        collect(&repository().join(folder), &["rs"], &mut files);
+        add_files(&repository().join(folder), &["rs"], &mut files);
     }
     let mut code = BTreeSet::new();
     for path in files {

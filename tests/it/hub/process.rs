@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -13,7 +12,7 @@ use tempfile::TempDir;
 use crate::support::fake_hub::{COMMIT, FakeHub, REPO, etag, pattern};
 #[cfg(target_os = "linux")]
 use crate::support::program::MOUNTING;
-use crate::support::program::{assert_fails, inferno, text};
+use crate::support::program::{assert_fails, in_shell, inferno, text};
 use crate::support::{Random, demo_dir};
 
 const WEIGHTS: &str = "model.safetensors";
@@ -207,21 +206,6 @@ fn leftovers_with_the_same_process_id_are_skipped() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fs::read_link(snapshot.join(WEIGHTS)).is_ok(), "the snapshot contains no link to the blob");
     assert!(fetched(&home) == weights);
-}
-
-/// Returns a command that runs a shell script with the environment of an inferno command.
-/// In the script, `"$0"` is `path` and `"$@"` is the inferno command.
-#[cfg(unix)]
-fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Command {
-    let mut command = Command::new(shell[0]);
-    command.args(&shell[1..]).args(["-c", script]).arg(path).arg(inferno.get_program()).args(inferno.get_args());
-    for (name, value) in inferno.get_envs() {
-        match value {
-            Some(value) => command.env(name, value),
-            None => command.env_remove(name),
-        };
-    }
-    command
 }
 
 #[cfg(unix)]

@@ -2,16 +2,15 @@
 //! values. Also tests checkpoints with other tensor names, stacked experts or unused tensors, and the tensor tables.
 
 use std::collections::HashMap;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
 use inferno::weights::tensor_table::{Form, TensorRow};
-use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use serde_json::{Value, json};
 
-use crate::support::{GoldenKind, golden, golden_models, logits_of, relative_error, values};
+use crate::support::{GoldenKind, checkpoint_logits, expected_logits, golden, golden_models, relative_error};
 
 fn config(case: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(golden(case).join("config.json")).unwrap()).unwrap()
@@ -306,29 +305,15 @@ fn longrope_models_default_to_their_original_length() {
     );
 }
 
-/// Returns the logits of all `ids`, computed with the checkpoint in `dir`.
-/// Asserts that the tensor table of the model's family predicts the size of the loaded tensors in memory.
-fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
-    let checkpoint = Checkpoint::open(dir).unwrap();
-    let progress = LoadProgress::silent();
-    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
-    let config = models::read_config(dir).unwrap();
-    let decoder = config.build(&weights, 160).unwrap();
-    let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, None);
-    assert_eq!(inventory.loaded_bytes(DType::F32), progress.resident_bytes());
-    values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
-}
-
 /// Asserts that the golden model `case` still produces the golden logits with the config `config`, and with the tensors
-/// that `change` returns. Like [`logits`], also checks the tensor table of the model's family.
+/// that `change` returns. Also checks the tensor table of the model's family.
 fn assert_same_model(case: &str, config: &Value, change: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let tensors = safetensors::load(golden(case).join("model.safetensors"), &Device::Cpu).unwrap();
     safetensors::save(&change(tensors), dir.path().join("model.safetensors")).unwrap();
-    let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
-    let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
-    let error = relative_error(&logits(dir.path(), &ids), &values(&golden["logits"]));
+    let (ids, expected) = expected_logits(&golden(case).join("golden.safetensors"));
+    let error = relative_error(&checkpoint_logits(dir.path(), &ids).unwrap(), &expected);
     assert!(error < 1e-4, "{case}: relative error of the logits: {error:e}");
 }
 

@@ -13,7 +13,7 @@ use inferno::engine::sampling::argmax;
 use inferno::{Engine, Event, GenerateOptions, LoadOptions, RequestStream, SamplingParams};
 
 use crate::support::engine::two_gpus;
-use crate::support::values;
+use crate::support::{token_ids, values};
 
 fn model() -> PathBuf {
     PathBuf::from(std::env::var_os("INFERNO_FULL_SIZE").expect("INFERNO_FULL_SIZE must name a model directory"))
@@ -46,7 +46,7 @@ fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
 #[test(full_size)]
 fn full_size_logits_agree_with_transformers() {
     let reference = safetensors::load(model().join("reference.safetensors"), &Device::Cpu).unwrap();
-    let ids: Vec<u32> = reference["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+    let ids = token_ids(&reference["ids"]);
     let engine = load();
     let (their_kl, their_top1) = compare(&reference["bf16"], &reference["f32"]);
     println!("positions {}", ids.len());

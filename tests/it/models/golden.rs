@@ -18,7 +18,7 @@ use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
 use crate::harness::TestCase;
 use crate::support::{GOLDEN_MODELS, GoldenKind, GoldenModel, Random, TestDevice};
-use crate::support::{golden, logits_tolerance, on_devices, relative_error, values};
+use crate::support::{golden, logits_tolerance, on_devices, relative_error, token_ids, values};
 
 const CONTEXT: usize = 160;
 
@@ -43,12 +43,8 @@ fn load((model, device): ModelOnDevice) -> Case {
     let weights = WeightsBuilder::new(&checkpoint, &device, dtype, &progress).build().unwrap();
     let decoder = models::read_config(&dir).unwrap().build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
-    let ids = integers(&golden["ids"]);
+    let ids = token_ids(&golden["ids"]);
     Case { model, decoder, device, dtype, ids, golden }
-}
-
-fn integers(tensor: &Tensor) -> Vec<u32> {
-    tensor.to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
 }
 
 /// A KV cache for one sequence, with `len` cached tokens.
@@ -217,8 +213,8 @@ fn mean_nll_agrees_with_transformers(model: ModelOnDevice) {
 #[test(each = accurate)]
 fn greedy_tokens_agree_with_transformers(model: ModelOnDevice) {
     let case = load(model);
-    let mut ids = integers(&case.golden["greedy_prompt"]);
-    let expected = integers(&case.golden["greedy"]);
+    let mut ids = token_ids(&case.golden["greedy_prompt"]);
+    let expected = token_ids(&case.golden["greedy"]);
     let mut sequence = case.cache();
     let mut tokens = Vec::new();
     while tokens.len() < expected.len() {

@@ -15,8 +15,8 @@ use inferno::world::share;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::ranks::{CONTEXT, expected, on_ranks};
-use crate::support::{golden, logits_of, relative_error, values};
+use crate::ranks::{CONTEXT, on_ranks};
+use crate::support::{expected_logits, golden, logits_of, relative_error, values};
 
 const RANKS: usize = 2;
 
@@ -88,7 +88,7 @@ fn altered(case: &str, edit: &dyn Fn(&mut Stored)) -> (TempDir, bool) {
 /// Returns the relative error of the first rank's logits, compared with transformers.
 /// Rank i loads its part from `folders[i]`.
 fn logits_error(case: &str, folders: &[&Path]) -> f32 {
-    let (ids, expected) = expected(&golden(case).join("golden.safetensors"));
+    let (ids, expected) = expected_logits(&golden(case).join("golden.safetensors"));
     let logits = on_ranks(RANKS, |world| {
         let path = folders[world.rank()];
         let (config, checkpoint) = (models::read_config(path).unwrap(), Checkpoint::open(path).unwrap());

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, safetensors};
+use candle_core::{DType, Device};
 use inferno::device::{self, Devices, Split};
 use inferno::engine::{EngineBuilder, Request};
 use inferno::kernels::exchange::{self, ExchangePath};
@@ -34,7 +34,7 @@ use crate::support::engine::Answer;
 use crate::support::gguf::converter::convert;
 use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::program::{run, text};
-use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
+use crate::support::{GoldenKind, demo_dir, expected_logits, golden, golden_models, logits_of, relative_error, values};
 
 /// The world sizes of the tests. Depending on the model, the ranks divide the heads, the quantization blocks and the
 /// vocabulary evenly or unevenly, and some ranks hold no heads or no blocks.
@@ -115,13 +115,6 @@ pub fn assert_ranks_agree(name: &str, ranks: &[Vec<f32>], expected: &[f32], tole
     assert!(error < tolerance, "{name} on {} ranks: relative error of the logits: {error:e}", ranks.len());
 }
 
-/// Reads the token ids, and the logits that transformers computed, from the safetensors file of a golden model.
-pub fn expected(file: &Path) -> (Vec<u32>, Vec<f32>) {
-    let golden = safetensors::load(file, &Device::Cpu).unwrap();
-    let ids = golden["ids"].to_vec1::<i64>().unwrap();
-    (ids.into_iter().map(|id| id as u32).collect(), values(&golden["logits"]))
-}
-
 /// A model, and the logits that its ranks must compute.
 struct ExpectedLogits {
     name: &'static str,
@@ -145,7 +138,7 @@ impl ExpectedLogits {
 
     /// Compares the ranks of worlds of all [`SIZES`] with the expected logits.
     fn check_all_sizes(&self) {
-        let (ids, expected) = expected(&self.results);
+        let (ids, expected) = expected_logits(&self.results);
         for size in SIZES {
             assert_ranks_agree(self.name, &logits(&self.path, size, None, &ids), &expected, self.tolerance);
         }
@@ -183,7 +176,7 @@ fn models_with_whole_layers() -> Vec<TestCase<ExpectedLogits>> {
 #[test(each = models_with_whole_layers)]
 fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank(model: ExpectedLogits) {
     let ExpectedLogits { name, path, results, tolerance } = &model;
-    let (ids, expected) = expected(results);
+    let (ids, expected) = expected_logits(results);
     let layers = models::read_config(path).unwrap().architecture.cache_layers().len();
     let one = logits(path, 1, None, &ids).remove(0);
     for size in 2..=layers {
@@ -235,7 +228,7 @@ fn converted_models() -> Vec<TestCase<&'static str>> {
 #[test(each = converted_models)]
 fn gguf_files_with_floats_give_the_same_logits_as_one_rank(name: &'static str) {
     let (_folder, path) = saved(&convert(&golden(name)));
-    let (ids, _) = expected(&golden(name).join("golden.safetensors"));
+    let (ids, _) = expected_logits(&golden(name).join("golden.safetensors"));
     let one = logits(&path, 1, None, &ids).remove(0);
     for size in SIZES {
         assert_ranks_agree(name, &logits(&path, size, None, &ids), &one, 1e-4);
@@ -266,7 +259,7 @@ fn quantized_models() -> Vec<TestCase<(&'static str, QuantizationTarget)>> {
 #[test(each = quantized_models)]
 fn quantizing_while_loading_gives_the_same_logits_as_one_rank((name, target): (&'static str, QuantizationTarget)) {
     let dir = golden(name);
-    let (ids, _) = expected(&dir.join("golden.safetensors"));
+    let (ids, _) = expected_logits(&dir.join("golden.safetensors"));
     let expected = logits(&dir, 1, Some(target), &ids).remove(0);
     for size in SIZES {
         assert_ranks_agree(name, &logits(&dir, size, Some(target), &ids), &expected, 2e-5);
@@ -296,7 +289,7 @@ pub fn read_bytes(checkpoint: &Checkpoint) -> u64 {
 fn all_ranks_together_read_every_byte_of_the_weights_once(model: ExpectedLogits) {
     let ExpectedLogits { name, path, results, tolerance } = &model;
     let config = models::read_config(path).unwrap();
-    let (ids, expected) = expected(results);
+    let (ids, expected) = expected_logits(results);
     // Loads the model on `size` ranks. Returns their logits and the number of tensor bytes read from the files.
     let load = |size: usize, split: Split, is_shared: bool| {
         let checkpoint = Checkpoint::open(path).unwrap();

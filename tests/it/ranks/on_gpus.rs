@@ -20,12 +20,12 @@ use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use inferno::world::{ANSWER_TIMEOUT, Exchange, PartialResult, ResidualUpdate, World};
 
 use crate::harness::TestCase;
-use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};
+use crate::ranks::{CONTEXT, assert_ranks_agree, logits_on, on_ranks, split_world};
 use crate::runner::queued_steps;
 use crate::support::engine::{GraphModel, assert_greedy, assert_greedy_within, generate, generate_at_once, two_gpus};
 use crate::support::{
-    DTYPES, DTYPES_OF_16_BITS, GOLDEN_MODELS, GoldenKind, GoldenModel, golden, gpu_case, logits_of, logits_tolerance,
-    on_gpu,
+    DTYPES, DTYPES_OF_16_BITS, GOLDEN_MODELS, GoldenKind, GoldenModel, expected_logits, golden, gpu_case, logits_of,
+    logits_tolerance, on_gpu,
 };
 
 const SPLITS: [Split; 2] = [Split::Tensor, Split::Layers];
@@ -482,7 +482,7 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
 fn decode_graphs_of_ranks_agree_with_transformers((DividedModel { model, split }, dtype): (DividedModel, DType)) {
     let name = model.name;
     let dir = golden(name);
-    let (ids, expected) = expected(&dir.join("golden.safetensors"));
+    let (ids, expected) = expected_logits(&dir.join("golden.safetensors"));
     // The two dtypes use different exchange paths, so that the cases cover both paths.
     let path = if dtype == DType::F16 { ExchangePath::HostMemory } else { ExchangePath::Direct };
     let ranks = on_gpus(2, path, |world, device, _| graph_logits(world, split, device, dtype, &dir, &ids));
@@ -538,7 +538,7 @@ fn graph_logits(
 fn ranks_on_gpus_agree_with_transformers((DividedModel { model, split }, dtype): (DividedModel, DType)) {
     let name = model.name;
     let dir = golden(name);
-    let (ids, expected) = expected(&dir.join("golden.safetensors"));
+    let (ids, expected) = expected_logits(&dir.join("golden.safetensors"));
     let ranks = logits_on(&two_gpus(), split, dtype, &dir, None, &ids);
     assert_ranks_agree(name, &ranks, &expected, logits_tolerance(dtype));
 }
@@ -552,7 +552,7 @@ fn models_of_eight_ranks() -> Vec<TestCase<(&'static str, DType)>> {
 #[test(each_alone = models_of_eight_ranks)]
 fn eight_ranks_on_one_gpu_agree_with_transformers((name, dtype): (&'static str, DType)) {
     let (devices, dir) = (["cuda:0"; 8].join(",").parse().unwrap(), golden(name));
-    let (ids, expected) = expected(&dir.join("golden.safetensors"));
+    let (ids, expected) = expected_logits(&dir.join("golden.safetensors"));
     let ranks = logits_on(&devices, Split::Tensor, dtype, &dir, None, &ids);
     assert_ranks_agree(name, &ranks, &expected, logits_tolerance(dtype));
 }
@@ -563,7 +563,7 @@ fn families_of_gguf_files() -> Vec<TestCase<(&'static str, DType)>> {
 
 #[test(each_alone = families_of_gguf_files)]
 fn ranks_on_gpus_agree_with_transformers_on_gguf_files((family, dtype): (&'static str, DType)) {
-    let (ids, expected) = expected(&golden("gguf_quantized").join(format!("{family}.safetensors")));
+    let (ids, expected) = expected_logits(&golden("gguf_quantized").join(format!("{family}.safetensors")));
     let path = golden("gguf_quantized").join(format!("{family}.gguf"));
     let ranks = logits_on(&two_gpus(), Split::Tensor, dtype, &path, None, &ids);
     assert_ranks_agree(family, &ranks, &expected, logits_tolerance(dtype));

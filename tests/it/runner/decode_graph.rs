@@ -29,7 +29,8 @@ use crate::harness::TestCase;
 use crate::support::gguf::models::{llama_in_many_types, saved};
 use crate::support::random_models::{LLAMAS, Llama, QUANTIZED_LLAMA, write_qwen3_moe};
 use crate::support::{
-    DTYPES_OF_16_BITS, GOLDEN_MODELS, GoldenModel, golden, gpu, logits_tolerance, on_gpu, relative_error, values,
+    DTYPES_OF_16_BITS, GOLDEN_MODELS, GoldenModel, golden, gpu, logits_tolerance, on_gpu, relative_error, token_ids,
+    values,
 };
 
 const CONTEXT: usize = 160;
@@ -196,8 +197,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
 fn graph_steps_match_transformers((case, dtype): (&'static GoldenModel, DType)) {
     let model = WeightSource::Golden(case).load(dtype);
     let golden = safetensors::load(golden(case.name).join("golden.safetensors"), &Device::Cpu).unwrap();
-    let ids =
-        |name: &str| -> Vec<u32> { golden[name].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect() };
+    let ids = |name: &str| token_ids(&golden[name]);
     let mut graph = model.graph();
     let mut got = Vec::new();
     for (position, &id) in ids("ids").iter().enumerate() {

@@ -11,7 +11,7 @@ use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, Sampl
 use tempfile::TempDir;
 
 use super::program::copy_of_demo;
-use super::{demo_dir, golden};
+use super::{demo_dir, golden, token_ids};
 
 /// Loads the demo model on the CPU.
 pub fn demo(context: usize) -> Engine {
@@ -68,7 +68,7 @@ impl GraphModel {
             fs::copy(golden(name).join(file), dir.join(file)).unwrap();
         }
         let results = safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
-        let prompt = results["greedy_prompt"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+        let prompt = token_ids(&results["greedy_prompt"]);
         Self { _folder, dir, prompt }
     }
 

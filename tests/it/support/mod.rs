@@ -16,15 +16,17 @@ pub mod screen;
 pub mod session;
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::device::{self, DeviceChoice};
 use inferno::kernels::SumOrder;
+use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 use tempfile::TempDir;
 
 use crate::harness::{Need, TestCase, is_gpu_expected};
@@ -249,11 +251,36 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
+/// Returns the token ids in an i64 tensor of a golden file.
+pub fn token_ids(tensor: &Tensor) -> Vec<u32> {
+    tensor.to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
+}
+
+/// Reads the token ids, and the logits that transformers computed, from the safetensors file of a golden model.
+pub fn expected_logits(file: &Path) -> (Vec<u32>, Vec<f32>) {
+    let golden = safetensors::load(file, &Device::Cpu).unwrap();
+    (token_ids(&golden["ids"]), values(&golden["logits"]))
+}
+
 /// Returns the folder of the demo model.
 /// If the test binary was copied to another machine, `INFERNO_DEMO` must name a copy of the folder.
 pub fn demo_dir() -> PathBuf {
     let folder = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
+}
+
+/// Returns the f32 logits of all `ids`, computed on the CPU with the checkpoint folder or GGUF file `path`.
+/// Asserts that the tensor table of the model's family predicts the size of the loaded tensors in memory.
+pub fn checkpoint_logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
+    let config = models::read_config(path)?;
+    let checkpoint = Checkpoint::open(path)?;
+    let progress = LoadProgress::silent();
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build()?;
+    // The context length is 160, as in `models/golden.rs`, because LongRoPE chooses its factors by the context length.
+    let decoder = config.build(&weights, 160)?;
+    let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, None);
+    assert_eq!(inventory.loaded_bytes(DType::F32), progress.resident_bytes());
+    Ok(values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu)?))
 }
 
 /// Runs `ids` in one pass with an empty KV cache. Returns the logits of every token.
@@ -305,6 +332,18 @@ impl Random {
             .map(|_| (range.start + self.next() % (range.end - range.start)) as u8)
             .collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+}
+
+/// Adds to `files` all files in a folder and its subfolders whose extension is in `extensions`.
+pub fn add_files(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            add_files(&path, extensions, files);
+        } else if extensions.iter().any(|&wanted| path.extension().is_some_and(|extension| extension == wanted)) {
+            files.push(path);
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::env;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
@@ -64,6 +64,21 @@ pub fn libraries_are_loaded_on_demand() -> bool {
     let output = inferno(&TempDir::new().unwrap()).env("LD_TRACE_LOADED_OBJECTS", "1").output().unwrap();
     let loaded = text(&output.stdout);
     !["libcuda.so", "libcublas", "libcurand", "libnvrtc", "libcudart"].iter().any(|library| loaded.contains(library))
+}
+
+/// Returns a command that runs a shell script with the environment of an inferno command.
+/// In the script, `"$0"` is `path` and `"$@"` is the inferno command.
+#[cfg(unix)]
+pub fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Command {
+    let mut command = Command::new(shell[0]);
+    command.args(&shell[1..]).args(["-c", script]).arg(path).arg(inferno.get_program()).args(inferno.get_args());
+    for (name, value) in inferno.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command
 }
 
 /// The command of a shell in its own mount namespace, in which the shell can mount filesystems.

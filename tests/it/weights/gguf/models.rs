@@ -5,8 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use candle_core::{DType, Device, safetensors};
-use inferno::models;
+use candle_core::{DType, Device};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::gguf::GgufCheckpoint;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder, WeightsSummary};
@@ -16,21 +15,11 @@ use crate::support::gguf::converter::{convert, convert_with_separate_experts};
 use crate::support::gguf::models::demo_as_gguf;
 use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::gguf::writer::Writer;
-use crate::support::{golden, golden_models, logits_of, relative_error, values};
-
-fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
-    let config = models::read_config(path)?;
-    let checkpoint = Checkpoint::open(path)?;
-    let progress = LoadProgress::silent();
-    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build()?;
-    // The context length is 160, as in `models/golden.rs`, because LongRoPE chooses its factors by the context length.
-    let decoder = config.build(&weights, 160)?;
-    Ok(values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu)?))
-}
+use crate::support::{checkpoint_logits, expected_logits, golden, golden_models, relative_error, values};
 
 fn error(writer: &Writer) -> String {
     let (_folder, path) = saved(writer);
-    format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
+    format!("{:#}", checkpoint_logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
 /// Converts golden models to GGUF and compares their logits with transformers.
@@ -40,10 +29,9 @@ fn logits_agree_with_transformers() {
     for case in golden_models(|model| model.has_gguf) {
         let dir = golden(case);
         let (_folder, path) = saved(&convert(&dir));
-        let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
-        let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
-        let got = logits(&path, &ids).unwrap_or_else(|error| panic!("{case}: {error:#}"));
-        let error = relative_error(&got, &values(&golden["logits"]));
+        let (ids, expected) = expected_logits(&dir.join("golden.safetensors"));
+        let got = checkpoint_logits(&path, &ids).unwrap_or_else(|error| panic!("{case}: {error:#}"));
+        let error = relative_error(&got, &expected);
         println!("{case}: relative error of the logits: {error:e}");
         assert!(error < 1e-5, "{case}: relative error of the logits: {error:e}");
         if let Some(out) = std::env::var_os("INFERNO_GGUF_OUT").map(PathBuf::from) {
@@ -58,7 +46,7 @@ fn rope_scaling_of_type_none_has_no_effect() {
     let unscaled = convert(&golden("llama2"));
     let logits = |writer: &Writer| {
         let (_folder, path) = saved(writer);
-        logits(&path, &[1, 2, 3, 4, 5]).unwrap()
+        checkpoint_logits(&path, &[1, 2, 3, 4, 5]).unwrap()
     };
     let scaled = |kind: &str| {
         let writer = unscaled.clone().string("llama.rope.scaling.type", kind);
@@ -73,9 +61,8 @@ fn rope_scaling_of_type_none_has_no_effect() {
 fn experts_in_separate_tensors_load() {
     let dir = golden("mixtral");
     let (_folder, path) = saved(&convert_with_separate_experts(&dir));
-    let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
-    let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
-    let error = relative_error(&logits(&path, &ids).unwrap(), &values(&golden["logits"]));
+    let (ids, expected) = expected_logits(&dir.join("golden.safetensors"));
+    let error = relative_error(&checkpoint_logits(&path, &ids).unwrap(), &expected);
     assert!(error < 1e-5, "relative error of the logits: {error:e}");
 }
 
@@ -87,7 +74,7 @@ fn quantized_and_dequantized_weights_give_equal_logits() {
     for ggml_type in [GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K] {
         let (_a, quantized) = saved(&quantized_llama(ggml_type, false));
         let (_b, plain) = saved(&quantized_llama(ggml_type, true));
-        let (got, want) = (logits(&quantized, &ids).unwrap(), logits(&plain, &ids).unwrap());
+        let (got, want) = (checkpoint_logits(&quantized, &ids).unwrap(), checkpoint_logits(&plain, &ids).unwrap());
         assert!(want.iter().all(|value| value.is_finite()) && want.iter().any(|value| value.abs() > 1e-3));
         let error = relative_error(&got, &want);
         assert!(error < 2e-6, "{ggml_type}: relative error of the logits: {error:e}");

@@ -2,12 +2,13 @@
 //!
 //! `tests/golden/make_gguf_quantized.py` wrote the files, and ran transformers on the dequantized weights.
 
-use candle_core::{DType, Device, safetensors};
+use candle_core::DType;
 use inferno::models;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 
 use crate::harness::TestCase;
-use crate::support::{TestDevice, golden, logits_of, logits_tolerance, on_devices, relative_error, values};
+use crate::support::{TestDevice, expected_logits, golden, logits_of, logits_tolerance, on_devices};
+use crate::support::{relative_error, values};
 
 const FAMILIES: [&str; 10] =
     ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
@@ -20,15 +21,14 @@ fn families() -> Vec<TestCase<(&'static str, TestDevice)>> {
 fn logits_of_quantized_files_agree_with_transformers((family, device): (&str, TestDevice)) {
     let (device, dtype) = device.open();
     let path = golden("gguf_quantized").join(format!("{family}.gguf"));
-    let expected = safetensors::load(path.with_extension("safetensors"), &Device::Cpu).unwrap();
-    let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+    let (ids, expected) = expected_logits(&path.with_extension("safetensors"));
     let checkpoint = Checkpoint::open(&path).unwrap();
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &device, dtype, &progress).build().unwrap();
     let config = models::read_config(&path).unwrap();
     let decoder = config.build(&weights, ids.len()).unwrap();
     let logits = values(&logits_of(&decoder, &ids, dtype, &device).unwrap());
-    let error = relative_error(&logits, &values(&expected["logits"]));
+    let error = relative_error(&logits, &expected);
     println!("{family} on {:?} in {dtype:?}: relative error of the logits: {error:e}", device.location());
     let tolerance = if device.is_cpu() { 1e-5 } else { logits_tolerance(dtype) };
     assert!(error < tolerance, "relative error of the logits: {error:e}");
