@@ -123,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     send_logprobs(const float* logits, const uint32_t* rows, const uint32_t* tokens, volatile uint32_t* mailbox,
                   int vocab) {
     rows += (size_t)blockIdx.x * LOGPROBS_ROW_WORDS, mailbox += (size_t)blockIdx.x * LOGPROBS_SLOTS;
-    // An empty mailbox slot holds 0, so a word must not be 0. The bits of a log probability of 0 are 0, so they are inverted.
-    // Inverted bits are 0 only for one of the NaN values, which is replaced by another.
+    // An empty mailbox slot holds 0, so a word must not be 0. The bits of a log probability of 0 are 0, so they are
+    // inverted. Inverted bits are 0 only for one of the NaN values, which is replaced by another.
     const auto word = [](float logprob) { return max(~__float_as_uint(logprob), 1u); };
     row_logprobs(
         logits + (size_t)rows[0] * vocab, vocab, tokens[rows[1]], rows[2],
