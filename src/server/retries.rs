@@ -61,7 +61,7 @@ pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Nex
     });
     let mut response = match waiter.response().await {
         Ok(response) => response,
-        Err(error) => ApiError::internal(format!("cannot answer the request: {error}")).into_response(),
+        Err(panic) => ApiError::panicked("answer the request", &panic).into_response(),
     };
     if let Some(id) = joined.and_then(|id| HeaderValue::from_str(&id).ok()) {
         server.metrics.joined_retries.inc();

@@ -106,5 +106,5 @@ async fn submit_to_engine(
         Ok(streams)
     };
     let submitted = tokio::task::spawn_blocking(submit).await;
-    submitted.map_err(|panic| ApiError::internal(format!("cannot submit the request: {panic}")))
+    submitted.map_err(|panic| ApiError::panicked("submit the request", &panic))
 }

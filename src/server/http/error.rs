@@ -7,6 +7,7 @@ use axum::http::header::{CONNECTION, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE
 use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
+use tokio::task::JoinError;
 
 use crate::error::Error;
 use crate::text::{counted, error_message};
@@ -138,6 +139,13 @@ impl ApiError {
     /// Creates a 500 error for a failure inside the server.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
+    }
+
+    /// Creates a 500 error for a panic while the server tried to do `action`, such as "count the tokens".
+    /// Only the log gets the text of the panic.
+    pub fn panicked(action: &str, panic: &JoinError) -> Self {
+        tracing::error!("internal error: cannot {action}: {panic}");
+        Self::internal(format!("cannot {action}: an internal error occurred"))
     }
 
     /// Converts an error that occurred before generation, for example in tokenizing the prompt

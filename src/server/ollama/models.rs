@@ -120,7 +120,7 @@ pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result
     reply::check_strict(&headers, &ignored)?;
     let handle = engine.clone();
     let capabilities = tokio::task::spawn_blocking(move || capabilities(&handle)).await;
-    let capabilities = capabilities.map_err(|panic| ApiError::internal(format!("cannot render a prompt: {panic}")))?;
+    let capabilities = capabilities.map_err(|panic| ApiError::panicked("render a prompt", &panic))?;
     let info = engine.info();
     let mut model_info = json!({
         "general.architecture": info.family,

@@ -87,7 +87,7 @@ pub async fn preview(
             let misfit = PromptTooLong { object: OBJECT, fits: false, accepted: false, starts_now: false, reason };
             return Ok(reply::with_ignored(json_response(&misfit)?, &ignored));
         }
-        Err(panic) => return Err(ApiError::internal(format!("cannot preview the request: {panic}"))),
+        Err(panic) => return Err(ApiError::panicked("preview the request", &panic)),
     };
     let full = server.admission.wait(tenant.index(), choices);
     let starts_now = found.preview.starts_now && full.is_none();

@@ -46,7 +46,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
         let token_strs = wants_strings.then(|| tokens.iter().map(string).collect());
         Ok(Tokens { count: tokens.len(), max_model_len, tokens, token_strs })
     });
-    let tokens = worker.await.map_err(|panic| ApiError::internal(format!("cannot tokenize: {panic}")))?;
+    let tokens = worker.await.map_err(|panic| ApiError::panicked("tokenize", &panic))?;
     let tokens = tokens.map_err(|error| ApiError::from_submit(&error, field))?;
     Ok(reply::with_ignored(json_response(&tokens)?, &ignored))
 }
@@ -95,7 +95,7 @@ pub async fn detokenize(State(server): State<Arc<Server>>, request: Request) -> 
         return Err(ApiError::invalid("tokens", problem));
     }
     let worker = tokio::task::spawn_blocking(move || engine.tokenizer().decode(&tokens));
-    let prompt = worker.await.map_err(|panic| ApiError::internal(format!("cannot detokenize: {panic}")))?;
+    let prompt = worker.await.map_err(|panic| ApiError::panicked("detokenize", &panic))?;
     let prompt = prompt.map_err(|error| ApiError::from_submit(&error, "tokens"))?;
     Ok(reply::with_ignored(json_response(&Text { prompt })?, &ignored))
 }

@@ -107,7 +107,7 @@ pub async fn count_tokens(
     let request = ResponseRequest::read(fields, &server, &engine, &TenantStore::new(store, tenant))?;
     reply::check_strict(&headers, &request.ignored)?;
     let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
-    let rendered = worker.await.map_err(|panic| ApiError::internal(format!("cannot count the tokens: {panic}")))?;
+    let rendered = worker.await.map_err(|panic| ApiError::panicked("count the tokens", &panic))?;
     let rendered = rendered.map_err(|error| ApiError::from_submit(&error, "input"))?;
     let tokens = InputTokens { object: "response.input_tokens", input_tokens: rendered.ids.len() };
     Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
