@@ -22,15 +22,17 @@ const MAX_BYTES: u64 = 64 << 20;
 /// - A pipe may never end, because a script or a service may keep it open.
 /// - A partly read file is probably the input of a shell loop, as in `while read ..; do inferno ..; done < list`.
 pub fn one_shot(prompt: Option<&str>, append_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
-    let missing = || Error::usage("no prompt given: use --prompt TEXT, or pipe a prompt to standard input");
+    const USE: &str = "use --prompt TEXT, or pipe a prompt to standard input";
     match prompt {
-        Some("") => Err(missing()),
+        Some("") => Err(Error::usage("the prompt is empty: give --prompt a text")),
         Some(prompt) if append_stdin || is_file_at_start() => Ok(Some(join(prompt, &read_stdin(raw)?, raw))),
         Some(prompt) => Ok(Some(prompt.to_string())),
-        None if stdin().is_terminal() && json => Err(missing()),
+        None if stdin().is_terminal() && json => Err(Error::usage(format!("no prompt given: {USE}"))),
         None if stdin().is_terminal() => Ok(None),
         None => match read_stdin(raw)? {
-            text if text.is_empty() => Err(missing()),
+            text if text.is_empty() => {
+                Err(Error::usage(format!("no prompt given, and standard input is empty: {USE}")))
+            }
             text => Ok(Some(text)),
         },
     }
