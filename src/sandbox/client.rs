@@ -155,8 +155,10 @@ impl Process {
             SandboxRequest::Render(..) => ("render the conversation with", "the chat template"),
         };
         let signal = status.as_ref().ok().and_then(|status| Signal::try_from(status.signal()?).ok());
-        let reason = if is_late || signal == Some(Signal::SIGXCPU) {
-            format!("{what} took more than {} s", budget.cpu_s)
+        let reason = if signal == Some(Signal::SIGXCPU) {
+            format!("{what} took more than {} s of CPU time", budget.cpu_s)
+        } else if is_late {
+            format!("{what} took more than {} s", budget.wait().as_secs())
         } else if last_words.contains("memory allocation of") || last_words.contains("out of memory") {
             format!("{what} needed more than {} MiB of memory", budget.memory_bytes >> 20)
         } else if last_words.contains("overflowed its stack") || signal == Some(Signal::SIGSEGV) {
