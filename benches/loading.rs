@@ -1,5 +1,6 @@
 //! Measures how long a GPU takes to initialize, and how fast weights load with different reader settings.
-//! The model in DIR must have safetensors files. Loading takes the tensors as bytes, in the order in which models do.
+//! The model in DIR must have safetensors files. The benchmark takes their tensors from the reader as bytes,
+//! in roughly the order in which a model loads them.
 //! The first load brings the model files into the page cache. On Linux, the last two loads read them from disk again.
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo bench --features cuda --bench loading

@@ -262,7 +262,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     }
     let formats: Vec<&str> =
         [".bin", ".pth", ".pt", ".onnx", ".msgpack", ".h5"].into_iter().filter(|suffix| has(suffix)).collect();
-    let formats = if formats.is_empty() { "no weights at all".to_string() } else { formats.join(", ") };
+    let formats = if formats.is_empty() { "neither".to_string() } else { formats.join(", ") };
     format!(
         "cannot download '{repo}': inferno needs safetensors or GGUF weights, but the repository has {formats}\n  \
          look for a safetensors version of the model: a converted copy, or the original repository"
@@ -381,7 +381,7 @@ mod tests {
         let error = |names: &[&str]| choose(names, &[], None).unwrap_err().to_string();
         assert!(error(&["config.json", "x.pt", "y.bin"]).contains(".bin, .pt"));
         assert!(error(&["config.json", "consolidated.safetensors"]).contains("--include"));
-        assert!(error(&["README.md"]).contains("no weights at all"));
+        assert!(error(&["README.md"]).contains("the repository has neither"));
         assert!(error(&["tokenizer.model", SINGLE_FILE, "config.json"]).contains("inferno needs tokenizer.json"));
     }
 }

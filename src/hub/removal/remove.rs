@@ -76,7 +76,8 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // For a model in the shared cache, inferno's own cache can have a ref, but no snapshot to remove.
+        // If there is no snapshot to remove, report a model that is only elsewhere. A matching name is not enough:
+        // for a model in the shared cache, inferno's own cache can have a ref without a snapshot.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }

@@ -231,7 +231,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     }
 
     if constexpr (KIND == ProductKind::Plain) y += (size_t)part * tokens * rows;
-    // In kernels for logits: the largest logit so far of each of this lane's tokens in this lane's rows, and its row.
+    // Only in kernels for logits: for each of this lane's tokens, the largest logit so far in this lane's rows, and the
+    // row of that logit.
     float largest[TOKENS / 4];
     int largest_row[TOKENS / 4];
 #pragma unroll

@@ -14,7 +14,8 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors, runs_wgmma};
 
-/// The largest average number of pairs per expert at which `expert_few_pairs.cu` is used instead of `expert_mlp.cu`.
+/// `expert_few_pairs.cu` is used instead of `expert_mlp.cu` for at most this many pairs per expert on average.
+/// If a tile of the kernel has room for fewer than twice as many pairs, the limit is lower (see `choose`).
 ///
 /// On an H200, `expert_few_pairs.cu` was faster up to this limit (`docs/benchmark-history.md`, "Limits of the expert
 /// kernel for batches"). Since then, tensor maps have made `expert_mlp.cu` faster, so a lower limit may be better.

@@ -1,6 +1,7 @@
 //! Converts SentencePiece token scores to BPE merges.
 //!
-//! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
+//! With a BPE model (GGUF tokenizer model `llama`), SentencePiece repeatedly joins the adjacent pair whose joined token
+//! has the highest score.
 //! BPE produces the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers converts SentencePiece scores in the same way, but may order merges with equal scores differently.
 //!
