@@ -25,8 +25,8 @@ pub struct GgufLanguage {
 /// Reads the tokenizer, chat format, stop tokens and sampling defaults of an open GGUF file.
 ///
 /// A vocabulary in the GGUF file takes precedence over a tokenizer.json, which may not match the weights.
-/// A GGUF file without a vocabulary needs a tokenizer.json in its directory. Its stop tokens are those that the other
-/// files in the directory name, and known stop tokens such as `<|im_end|>`.
+/// A GGUF file without a vocabulary needs a tokenizer.json in its directory. Its stop tokens are known stop tokens such
+/// as `<|im_end|>`, and those that the other files in the directory name, if they are control tokens.
 pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     let broken = || format!("cannot read the tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
@@ -41,7 +41,9 @@ pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
             let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
             let (tokenizer, chat) = from_folder(checkpoint, dir)?;
             let generation_config = read_json(dir, "generation_config.json")?;
-            stop_ids.extend(collect(dir, &generation_config, &tokenizer, chat.as_ref())?);
+            let named = collect(dir, &generation_config, &tokenizer, chat.as_ref())?;
+            // The other files may belong to another model, whose id may be the id of an ordinary token here.
+            stop_ids.extend(named.into_iter().filter(|&id| tokenizer.is_control(id)));
             // The directory may contain no other file of the model than tokenizer.json.
             stop_ids.extend(tokenizer.known_stop_ids());
             (tokenizer, chat)

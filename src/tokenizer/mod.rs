@@ -84,9 +84,10 @@ impl Tokenizer {
         self.table.controls().iter().map(|control| (control.content.as_str(), control.id))
     }
 
-    /// Returns the ids of known stop tokens among the control tokens. Other stop tokens may exist.
+    /// Returns the ids of known stop tokens among the control tokens, except `</s>` and `<eos>`.
+    /// Other stop tokens may exist.
     pub fn known_stop_ids(&self) -> Vec<u32> {
-        // Many files do not mark control tokens as special, so `</s>` may be the HTML tag of Gemma.
+        // Many files do not mark control tokens as special, so `</s>` may be the HTML tag of Gemma, which is text.
         let stop_tokens: Vec<_> = self.controls().filter(|(token, _)| stop_tokens::is_stop_token(token)).collect();
         stop_tokens::stop_ids(&stop_tokens)
     }

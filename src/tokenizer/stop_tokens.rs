@@ -1,7 +1,8 @@
 //! Known stop tokens. They are found by their text, because most files name only one of a model's stop tokens.
 //!
-//! Source: the list of end-of-generation tokens in ggml-org/llama.cpp, `src/llama-vocab.cpp`. Tokens of architectures
-//! that inferno does not support are left out.
+//! Source: the list of end-of-generation tokens in ggml-org/llama.cpp, `src/llama-vocab.cpp`. Two groups are left out:
+//! tokens of architectures that inferno does not support, and tokens such as `<|file_sep|>` of prompts that consist of
+//! several files, which safetensors models do not name as stop tokens either. `</s>` and `<eos>` must be control tokens.
 
 /// Returns whether a token with this text ends a generation in every model that has such a token.
 pub fn is_stop_token(token: &str) -> bool {

@@ -420,17 +420,35 @@ fn stop_tokens(writer: &Writer) -> Vec<String> {
 /// their type is wrong or missing.
 #[test]
 fn known_stop_tokens_need_no_metadata() {
-    let known = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "▁<EOT>"];
+    let known = [
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "▁<EOT>",
+        "<｜end▁of▁sentence｜>",
+    ];
     for kind in [NORMAL, CONTROL, USER_DEFINED] {
         let vocabulary = small(|tokens, types, _| known.iter().for_each(|token| push(tokens, types, token, kind)));
         assert_eq!(stop_tokens(&vocabulary.byte_level("gpt-2")), known, "type {kind}");
         let tokenizer = tokenizer(&vocabulary.byte_level("gpt-2"));
-        assert_eq!(tokenizer.encode("<|im_end|>", ControlTokens::Parse).unwrap(), [257], "type {kind}");
-        assert_ne!(tokenizer.encode("<|im_end|>", ControlTokens::Text).unwrap(), [257], "type {kind}");
+        assert_eq!(tokenizer.encode("<|im_end|>", ControlTokens::Parse).unwrap(), [258], "type {kind}");
+        assert_ne!(tokenizer.encode("<|im_end|>", ControlTokens::Text).unwrap(), [258], "type {kind}");
     }
+    let without_types = Writer::new()
+        .string("tokenizer.ggml.model", "gpt2")
+        .strings("tokenizer.ggml.tokens", &[&["a"], &known[..]].concat());
+    assert_eq!(stop_tokens(&without_types), known);
     // `</s>` is text in Qwen2 and an HTML tag in Gemma.
-    for (kind, expected) in [(NORMAL, &[][..]), (USER_DEFINED, &[]), (CONTROL, &["</s>"])] {
-        let vocabulary = small(|tokens, types, _| push(tokens, types, "</s>", kind));
+    let controls = ["</s>", "<eos>"];
+    for (kind, expected) in [(NORMAL, &[][..]), (USER_DEFINED, &[]), (CONTROL, &controls)] {
+        let vocabulary = small(|tokens, types, _| controls.iter().for_each(|token| push(tokens, types, token, kind)));
         assert_eq!(stop_tokens(&vocabulary.byte_level("gpt-2")), expected, "type {kind}");
     }
     // In the harmony format, `<|end|>` ends only a message.
@@ -454,7 +472,8 @@ fn stop_tokens_of_a_file_without_a_vocabulary_come_from_its_folder() {
     assert_eq!(Language::load(&path).unwrap().stop_ids(), [2]);
     write("tokenizer_config.json", json!({"eos_token": "<|stop|>"}));
     assert_eq!(Language::load(&path).unwrap().stop_ids(), [1, 2]);
-    write("generation_config.json", json!({"eos_token_id": [1, 4]}));
+    // Token 0 is ordinary text, so it is not a stop token even if a file names it.
+    write("generation_config.json", json!({"eos_token_id": [0, 1, 4]}));
     assert_eq!(Language::load(&path).unwrap().stop_ids(), [1, 2, 4]);
 }
 
