@@ -17,8 +17,8 @@ struct PrefillCandidates {
 }
 
 impl Scheduler {
-    /// If a running sequence has computed all prompt tokens but the last, starts its forks until `max_sequences` sequences
-    /// run, and moves the other forks to the queue. Returns the started forks.
+    /// If a running sequence has computed all prompt tokens but the last, starts its forks until `max_sequences`
+    /// sequences run, and moves the other forks to the queue. Returns the started forks.
     ///
     /// Each fork computes the last prompt token itself, to sample its own first token.
     fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
