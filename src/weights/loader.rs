@@ -247,7 +247,14 @@ impl<'c> Weights<'c> {
 
     /// Fails if the checkpoint has a scale for the tensor, because ignoring the scale would produce wrong values.
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
-        let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
+        let module = module(name);
+        // A module contains its scales, such as `q_proj.weight_scale`. The scales of a tensor that is not the `weight`
+        // of a module, such as the stacked matrices `down_proj`, can also be next to it, such as `down_proj_scale`.
+        let separators: &[char] = if module == name { &['.', '_'] } else { &['.'] };
+        let is_scale = |other: &str| {
+            let end = other.strip_prefix(module).filter(|end| end.starts_with(separators));
+            end.is_some_and(|end| end.contains("scale"))
+        };
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {
             Some((scale, _)) => self.refuse_quantized(name, &format!("found scale tensor {}", excerpt(scale))),
             None => Ok(()),

@@ -116,3 +116,34 @@ fn tensors_that_need_scales_are_errors() {
         "{error}"
     );
 }
+
+/// A scale makes only its own tensor an error, not a tensor whose module has a name that starts with the same letters.
+#[test]
+fn scales_of_other_modules_are_ignored() {
+    let folder = TempDir::new().unwrap();
+    let (codes, scale) = (e4m3(0.5).repeat(4), 2f32.to_le_bytes());
+    let matrix = || TensorView::new(Dtype::F8_E4M3, vec![2, 2], &codes).unwrap();
+    let scale = || TensorView::new(Dtype::F32, vec![1], &scale).unwrap();
+    let tensors = [
+        ("mlp.gate.weight", matrix()),
+        ("mlp.gate_proj.weight", matrix()),
+        ("mlp.gate_proj.weight_scale", scale()),
+        ("experts.down_proj", matrix()),
+        ("experts.down_proj_weight_scale", scale()),
+        ("experts.up_proj", matrix()),
+        ("experts.up_proj.scale", scale()),
+    ];
+    safetensors::serialize_to_file(tensors, None, &folder.path().join("model.safetensors")).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
+    assert_eq!(values(&weights.float("mlp.gate.weight", &[2, 2]).unwrap()), [0.5; 4]);
+    for (name, scale) in [
+        ("mlp.gate_proj.weight", "mlp.gate_proj.weight_scale"),
+        ("experts.down_proj", "experts.down_proj_weight_scale"),
+        ("experts.up_proj", "experts.up_proj.scale"),
+    ] {
+        let error = format!("{:#}", weights.float(name, &[2, 2]).unwrap_err());
+        assert!(error.contains(&format!("found scale tensor {scale},")), "{error}");
+    }
+}
