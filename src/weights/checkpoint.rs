@@ -9,7 +9,8 @@ use super::gguf::{GgufCheckpoint, GgufModel};
 use super::quantized::{self, QuantizationTarget, QuantizedShape};
 use super::reading::ReadRequest;
 use super::safetensors::{SafetensorsCheckpoint, TensorView, module};
-use super::tensor_info::{TensorInfo, parameter_count};
+use super::tensor_info::{StoredDtype, TensorInfo};
+use super::tensor_kind::TensorKind;
 use crate::kernels::quantized::WeightFormat;
 use crate::snapshot;
 
@@ -68,18 +69,18 @@ impl Checkpoint {
     /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two parameters.
     /// MXFP4 scales and the `weight_shape` tensors of compressed-tensors do not count.
     pub fn parameters(&self) -> u64 {
-        let count = |(name, info): (&str, &TensorInfo)| parameter_count(name, info.is_packed(), info.elements() as u64);
+        let count = |(name, info): (&str, &TensorInfo)| {
+            TensorKind::new(name, &self.stored_dtype(name, info)).parameters(info.elements() as u64)
+        };
         self.tensors().map(count).sum()
     }
 
-    /// Returns the element type of a tensor in its file, in lower case, such as `bf16` or `q4_k`.
-    /// The MXFP4 experts of gpt-oss are `u8` in every file format, and packed int8 weights are `i8`.
-    pub fn stored_as(&self, name: &str, info: &TensorInfo) -> String {
-        let stored = match self {
-            Self::Gguf(model) if !info.is_packed() => model.stored_type(name).map(|stored| stored.name().to_string()),
+    pub fn stored_dtype(&self, name: &str, info: &TensorInfo) -> StoredDtype {
+        let ggml_type = match self {
+            Self::Gguf(model) if !info.is_packed() => model.stored_type(name),
             _ => None,
         };
-        stored.unwrap_or(info.dtype.to_string()).to_lowercase()
+        ggml_type.map_or(StoredDtype::Safetensors(info.dtype), StoredDtype::Ggml)
     }
 
     /// Returns the size in memory of a tensor that stays packed, quantized or integer when it is loaded, in bytes.

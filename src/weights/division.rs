@@ -10,6 +10,7 @@ use candle_core::DType;
 
 use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
 use super::quantized::QuantizedShape;
+use super::tensor_kind::TensorKind;
 use super::tensor_table::{Dimension, Division};
 use crate::world::share;
 
@@ -57,7 +58,7 @@ impl InventoryTensor {
     /// Returns how ranks divide the tensor. The biases of a matrix that is divided by columns are not divided.
     fn division(&self) -> Division {
         match self.role.division {
-            Division::Columns(_) if self.name.ends_with("bias") => Division::Whole,
+            Division::Columns(_) if self.kind == TensorKind::Bias => Division::Whole,
             division => division,
         }
     }

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
+use ::safetensors::tensor::Dtype;
 use anyhow::{Result, ensure};
 use candle_core::DType;
 use serde::Serialize;
@@ -14,8 +15,9 @@ use super::checkpoint::Checkpoint;
 use super::gguf::GgufCheckpoint;
 use super::quantized::{QuantizationTarget, QuantizedShape};
 use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
-use super::tensor_info::{TensorInfo, parameter_count};
-use super::tensor_table::{Form, Group, TensorRole, TensorTable, is_never_loaded};
+use super::tensor_info::{StoredDtype, TensorInfo};
+use super::tensor_kind::TensorKind;
+use super::tensor_table::{Form, Group, TensorRole, TensorTable};
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 use crate::kernels::quantized::GROUP_COLUMNS;
 use crate::snapshot::safetensors::{self, ShardIndex};
@@ -25,9 +27,8 @@ use crate::snapshot::safetensors::{self, ShardIndex};
 pub(super) struct InventoryTensor {
     pub name: String,
     pub role: TensorRole,
-    /// The dtype in the file, in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
-    /// Int8 weights packed in I32 words count as `i8`, and MXFP4 experts of gpt-oss in a GGUF file count as `u8`.
-    dtype: String,
+    pub kind: TensorKind,
+    dtype: StoredDtype,
     elements: u64,
     /// The size of the tensor in the file, in bytes.
     bytes: u64,
@@ -116,8 +117,8 @@ impl WeightsSummary {
                 "cannot read the model: the headers of its shards have more than {MAX_HEADER_BYTES} bytes in total"
             );
             header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
-                let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
-                parameters = parameters.saturating_add(count);
+                let kind = TensorKind::new(&tensor.name, &StoredDtype::from_header(&tensor.dtype));
+                parameters = parameters.saturating_add(kind.parameters(tensor.elements));
                 bytes.add(&tensor.dtype, tensor.bytes);
                 is_packed |= tensor.is_packed;
             })?;
@@ -136,17 +137,19 @@ impl Inventory {
     /// `target` is the format to which loading quantizes float matrices, if any.
     pub fn from_checkpoint(checkpoint: &Checkpoint, table: TensorTable, target: Option<QuantizationTarget>) -> Self {
         let tensor = |(name, info): (&str, &TensorInfo)| {
-            let role = table.role(name);
-            let format = MemoryFormat::for_floats(name, role, info.shape.len());
+            let (role, dtype) = (table.role(name), checkpoint.stored_dtype(name, info));
+            let kind = TensorKind::new(name, &dtype);
+            let format = MemoryFormat::for_floats(kind, role, info.shape.len());
             let packed_bytes = match format {
                 MemoryFormat::ComputeDtype if role.form != Form::ComputeDtype => checkpoint.packed_bytes(name, info),
-                _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
+                _ if kind == TensorKind::WeightScale => checkpoint.packed_bytes(name, info),
                 _ => None,
             };
             let mut tensor = InventoryTensor {
                 name: name.to_string(),
                 role,
-                dtype: checkpoint.stored_as(name, info),
+                kind,
+                dtype,
                 elements: info.elements() as u64,
                 bytes: info.bytes() as u64,
                 format: packed_bytes.map_or(format, MemoryFormat::Bytes),
@@ -176,7 +179,7 @@ impl Inventory {
                 Group::Norms | Group::Other => false,
             };
             let is_matrix = matches!(tensor.role.form, Form::Matrix | Form::Transposed);
-            let is_bias = tensor.name.ends_with("_bias");
+            let is_bias = tensor.kind == TensorKind::Bias;
             tensor.format == MemoryFormat::ComputeDtype && is_matrix && can_quantize && !is_bias
         };
         for tensor in self.tensors.iter_mut().filter(is_quantized) {
@@ -200,14 +203,27 @@ impl Inventory {
         header::read(file, header, data_bytes, |tensor| {
             let HeaderTensor { name, dtype, shape, elements, bytes, .. } = tensor;
             let shape: Vec<usize> = shape.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect();
-            let (name, dtype, role) = (name.to_string(), dtype.to_lowercase(), self.table.role(&name));
-            let format = match MemoryFormat::for_floats(&name, role, shape.len()) {
-                MemoryFormat::ComputeDtype if !is_float(&dtype) => MemoryFormat::Bytes(bytes),
+            let (name, dtype, role) = (name.to_string(), StoredDtype::from_header(&dtype), self.table.role(&name));
+            let kind = TensorKind::new(&name, &dtype);
+            let is_float = matches!(dtype, StoredDtype::Safetensors(Dtype::F32 | Dtype::F16 | Dtype::BF16));
+            let format = match MemoryFormat::for_floats(kind, role, shape.len()) {
+                MemoryFormat::ComputeDtype if !is_float => MemoryFormat::Bytes(bytes),
                 format => format,
             };
-            let unit = if ["i8", "f8_e4m3"].contains(&dtype.as_str()) { GROUP_COLUMNS } else { 1 };
-            let (rows, quantized, columns) = (shape.first().copied(), None, None);
-            let mut tensor = InventoryTensor { name, role, dtype, elements, bytes, format, quantized, columns, rows };
+            let has_codes = matches!(dtype, StoredDtype::Safetensors(Dtype::I8 | Dtype::F8_E4M3));
+            let unit = if has_codes { GROUP_COLUMNS } else { 1 };
+            let mut tensor = InventoryTensor {
+                name,
+                role,
+                kind,
+                dtype,
+                elements,
+                bytes,
+                format,
+                quantized: None,
+                columns: None,
+                rows: shape.first().copied(),
+            };
             tensor.columns = tensor.column_count(&shape).map(|columns| ColumnUnits { columns, unit });
             self.tensors.push(tensor);
         })
@@ -235,10 +251,11 @@ impl Inventory {
         sum(self.tensors.iter().map(InventoryTensor::parameters))
     }
 
-    /// Returns the number of parameters that one token uses if the router chooses `chosen` of `experts` experts.
-    pub fn active_parameters(&self, chosen: u64, experts: u64) -> u64 {
+    /// Returns the number of parameters that one token uses.
+    /// The router of each layer chooses `experts_per_token` of `experts` experts.
+    pub fn active_parameters(&self, experts_per_token: u64, experts: u64) -> u64 {
         let in_experts = sum(self.tensors.iter().filter(|tensor| tensor.is_expert()).map(InventoryTensor::parameters));
-        let active = u128::from(in_experts) * u128::from(chosen) / u128::from(experts.max(1));
+        let active = u128::from(in_experts) * u128::from(experts_per_token) / u128::from(experts.max(1));
         self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
@@ -271,7 +288,7 @@ impl Inventory {
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<(Option<usize>, &str), u64> = BTreeMap::new();
         for tensor in &self.tensors {
-            if tensor.is_expert() || tensor.dtype == "u8" {
+            if tensor.is_expert() || tensor.dtype.is_u8() {
                 let name = if tensor.is_expert() { "" } else { &tensor.name };
                 let sum = layers.entry((tensor.layer(), name)).or_default();
                 *sum = sum.saturating_add(tensor.loaded_bytes(dtype));
@@ -286,7 +303,7 @@ impl Inventory {
     /// dequantizes one stacked matrix at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
-        for tensor in self.tensors.iter().filter(|tensor| tensor.is_expert() && tensor.dtype != "u8") {
+        for tensor in self.tensors.iter().filter(|tensor| tensor.is_expert() && !tensor.dtype.is_u8()) {
             if matches!(tensor.format, MemoryFormat::Bytes(1..)) {
                 let sum = layers.entry(tensor.layer()).or_default();
                 *sum = sum.saturating_add(tensor.elements.saturating_mul(dtype.size_in_bytes() as u64));
@@ -298,7 +315,7 @@ impl Inventory {
     /// Returns the dtype that accounts for the most bytes of the checkpoint.
     pub fn main_dtype(&self) -> Option<String> {
         let mut bytes = BytesByDtype::default();
-        self.tensors.iter().for_each(|tensor| bytes.add(&tensor.dtype, tensor.bytes));
+        self.tensors.iter().for_each(|tensor| bytes.add(&tensor.dtype.to_string(), tensor.bytes));
         bytes.main()
     }
 
@@ -307,7 +324,7 @@ impl Inventory {
         let group = |group: Group| {
             let tensors = || self.tensors.iter().filter(move |tensor| tensor.role.group == group);
             let dtype = |tensor: &InventoryTensor| {
-                if tensor.is_packed_mxfp4() { "mxfp4".to_string() } else { tensor.dtype.clone() }
+                if tensor.kind.is_mxfp4() { "mxfp4".to_string() } else { tensor.dtype.to_string() }
             };
             TensorGroup {
                 name: group.name(),
@@ -325,20 +342,19 @@ impl MemoryFormat {
     /// Returns the format that a tensor has in memory if it is loaded as floats. For a tensor that is never loaded,
     /// returns `Bytes(0)`.
     /// `dims` is the number of dimensions of the tensor.
-    fn for_floats(name: &str, role: TensorRole, dims: usize) -> Self {
-        if role.form == Form::Unloaded || is_never_loaded(name) {
-            Self::Bytes(0)
-        } else if role.form == Form::F32 || dims < 2 || name.ends_with("_scale") {
-            Self::F32
-        } else {
-            Self::ComputeDtype
+    fn for_floats(kind: TensorKind, role: TensorRole, dims: usize) -> Self {
+        match (role.form, kind) {
+            (Form::Unloaded, _) | (_, TensorKind::PackedShape | TensorKind::NeverLoaded) => Self::Bytes(0),
+            (Form::F32, _) | (_, TensorKind::WeightScale) => Self::F32,
+            _ if dims < 2 => Self::F32,
+            _ => Self::ComputeDtype,
         }
     }
 }
 
 impl InventoryTensor {
     fn parameters(&self) -> u64 {
-        parameter_count(&self.name, self.dtype == "u8", self.elements)
+        self.kind.parameters(self.elements)
     }
 
     /// Returns the index of the tensor's layer: the first number in its name. `None` if its name has no number.
@@ -348,10 +364,9 @@ impl InventoryTensor {
 
     /// Returns the number of columns of a matrix, or `None` for a vector or scalar. `shape` is the shape in the file.
     fn column_count(&self, shape: &[usize]) -> Option<usize> {
-        let is_packed = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
         match shape {
             // The third dimension counts MXFP4 blocks of 32 columns, each of which has one scale.
-            [_, _, blocks, ..] if is_packed => Some(blocks * MXFP4_BLOCK),
+            [_, _, blocks, ..] if self.kind.is_mxfp4() => Some(blocks * MXFP4_BLOCK),
             [.., columns, _] if self.role.form == Form::Transposed => Some(*columns),
             [_, .., columns] => Some(*columns),
             _ => None,
@@ -364,10 +379,6 @@ impl InventoryTensor {
             MemoryFormat::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
             MemoryFormat::Bytes(bytes) => bytes,
         }
-    }
-
-    fn is_packed_mxfp4(&self) -> bool {
-        self.dtype == "u8" && (self.name.ends_with("_blocks") || self.name.ends_with("_scales"))
     }
 
     fn is_expert(&self) -> bool {
@@ -391,10 +402,6 @@ impl BytesByDtype {
     fn main(self) -> Option<String> {
         self.0.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype.to_lowercase())
     }
-}
-
-fn is_float(dtype: &str) -> bool {
-    matches!(dtype, "f32" | "f16" | "bf16")
 }
 
 /// Returns the sum of `numbers`. Saturates on overflow, because a remote header may declare any size.

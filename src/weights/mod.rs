@@ -3,7 +3,8 @@
 //!
 //! - `checkpoint`: the tensors of a model under their Hugging Face names, from `safetensors` or `gguf` files
 //! - `safetensors/`, `gguf/`: the two file formats
-//! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in the files and in memory
+//! - `inventory`: the tensors of a checkpoint and their sizes in the files and in memory
+//! - `tensor_info`, `tensor_kind`: the dtype, the shape and the kind of a tensor
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `tensor_table`: what a model does with each tensor, as its family declares
 //! - `builder`: configures how the weights are loaded
@@ -29,6 +30,7 @@ pub mod quantized;
 mod reading;
 mod safetensors;
 mod tensor_info;
+mod tensor_kind;
 pub mod tensor_table;
 mod unused;
 
@@ -41,5 +43,5 @@ pub use reading::{
     ByteRange, PartReader, ReadAheadOptions, ReadAheadReader, ReadRequest, Residency, RowBuffer, RowSource,
     StoredBytes, StoredRows, WeightsFile,
 };
-pub use tensor_info::TensorInfo;
+pub use tensor_info::{StoredDtype, TensorInfo};
 pub use tensor_table::TensorTable;

@@ -1,7 +1,14 @@
 //! Describes a tensor by its dtype, shape and size.
 
+use std::fmt;
+
 use candle_core::DType;
 use safetensors::tensor::Dtype;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
+use serde::de::value::{self, StrDeserializer};
+
+use super::ggml::GgmlType;
 
 /// The dtype, shape and size of one tensor, from the headers of the files.
 #[derive(Clone, Debug)]
@@ -11,6 +18,19 @@ pub struct TensorInfo {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
+}
+
+/// The dtype of a tensor in its file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StoredDtype {
+    /// A dtype of safetensors files. Int8 weights packed in I32 words count as I8, and the MXFP4 experts of gpt-oss in
+    /// a GGUF file count as U8.
+    Safetensors(Dtype),
+    /// A type of GGUF files. A tensor that is built from several GGUF tensors has the type of the first one.
+    Ggml(GgmlType),
+    /// A dtype that the `safetensors` crate does not know, in lower case. Only the headers of a model that is described
+    /// but not loaded can have such a dtype.
+    Unknown(String),
 }
 
 impl TensorInfo {
@@ -51,16 +71,25 @@ impl TensorInfo {
     }
 }
 
-/// Returns the number of model parameters in a tensor, which is usually the number of elements.
-/// `is_bytes` is true for tensors of dtype U8.
-/// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have no parameters.
-pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
-    let has_no_parameters = if is_bytes { name.ends_with("_scales") } else { name.ends_with(".weight_shape") };
-    if has_no_parameters {
-        0
-    } else if is_bytes && name.ends_with("_blocks") {
-        elements.saturating_mul(2)
-    } else {
-        elements
+impl StoredDtype {
+    /// Parses a dtype in the header of a safetensors file, such as `BF16`.
+    pub fn from_header(dtype: &str) -> Self {
+        let deserializer: StrDeserializer<'_, value::Error> = dtype.into_deserializer();
+        Dtype::deserialize(deserializer).map_or_else(|_| Self::Unknown(dtype.to_lowercase()), Self::Safetensors)
+    }
+
+    pub fn is_u8(&self) -> bool {
+        *self == Self::Safetensors(Dtype::U8)
+    }
+}
+
+/// Writes the dtype in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
+impl fmt::Display for StoredDtype {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Safetensors(dtype) => f.write_str(&dtype.to_string().to_lowercase()),
+            Self::Ggml(ggml_type) => f.write_str(&ggml_type.name().to_lowercase()),
+            Self::Unknown(dtype) => f.write_str(dtype),
+        }
     }
 }

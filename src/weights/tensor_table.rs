@@ -81,25 +81,6 @@ pub enum Dimension {
 /// The suffixes of the tensors that belong to stacked experts: bias, scale, and the blocks and scales of MXFP4.
 const EXPERT_SUFFIXES: [&str; 4] = ["_bias", "_scale", "_blocks", "_scales"];
 
-/// The suffixes of tensors that describe how a compressed-tensors checkpoint is quantized.
-/// No family loads them as weights:
-/// - activation scales and KV cache scales, which calibration adds
-///   (inferno uses only `input_scale`, as a single number)
-/// - the shapes and group indices of packed weights
-/// - zero points, which are always 0 in symmetric quantization (the only supported kind)
-const NEVER_LOADED: [&str; 10] = [
-    ".input_scale",
-    ".output_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-    ".prob_scale",
-    ".prob_output_scale",
-    ".weight_shape",
-    ".weight_g_idx",
-    "_zero_point",
-];
-
 /// Returns the row of a tensor or of a module (see [`TensorRow::Tensor`]).
 pub const fn tensor(name: &'static str, group: Group, form: Form, division: Division) -> TensorRow {
     TensorRow::Tensor(name, TensorRole { group, form, division })
@@ -135,11 +116,6 @@ impl TensorTable {
     pub fn rows(&self) -> impl Iterator<Item = &'static TensorRow> + use<> {
         self.0.iter().copied().flatten()
     }
-}
-
-/// Returns whether `name` ends with one of the suffixes in [`NEVER_LOADED`].
-pub(super) fn is_never_loaded(name: &str) -> bool {
-    NEVER_LOADED.iter().any(|end| name.ends_with(end))
 }
 
 impl Division {

@@ -7,7 +7,8 @@ use std::ops::Range;
 use anyhow::{Result, bail};
 
 use super::loader::Weights;
-use super::tensor_table::{Form, TensorTable, is_never_loaded};
+use super::tensor_kind::is_never_loaded;
+use super::tensor_table::{Form, TensorTable};
 use crate::text::excerpt;
 
 /// The name of a matrix that occurs only in layers for multi-token prediction (MTP), which follow the decoder layers.

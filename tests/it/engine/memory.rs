@@ -39,7 +39,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let is_dense = checkpoint.tensors().all(|(name, _)| !name.contains(".experts."));
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
-            && checkpoint.stored_as("model.embed_tokens.weight", embedding).ends_with("f16")
+            && checkpoint.stored_dtype("model.embed_tokens.weight", embedding).to_string().ends_with("f16")
         {
             let row = (embedding.shape[1] * dtype.size_in_bytes()) as u64;
             let tied = checkpoint.info("lm_head.weight").is_none();
