@@ -4,8 +4,6 @@
 //! Before loading, this module computes the memory of each rank from the tensor table of the model's family.
 //! Tests compare the results with the sizes of the tensors that the `load` functions load.
 
-use std::collections::HashMap;
-
 use candle_core::DType;
 
 use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
@@ -36,6 +34,27 @@ struct LayerUnits {
     down_proj: Option<ColumnUnits>,
 }
 
+/// The fraction `len / total` of a dimension that a rank holds. Counts KV heads, vocabulary rows, or columns of
+/// `down_proj`.
+#[derive(Clone, Copy, Debug)]
+struct Fraction {
+    len: usize,
+    total: usize,
+}
+
+/// The fractions of a layer's dimensions that a rank holds.
+struct LayerFractions {
+    heads: Fraction,
+    intermediate: Fraction,
+}
+
+/// The fractions of a model's dimensions that a rank holds.
+struct ModelFractions {
+    layers: Vec<LayerFractions>,
+    /// `None` if the checkpoint has no output head.
+    vocabulary: Option<Fraction>,
+}
+
 /// Returns the smallest number of KV heads whose query heads together fill whole column units of `o_proj`.
 /// The query heads of one KV head fill `columns` columns, and a unit has `column_unit` columns.
 pub fn kv_head_unit(columns: usize, column_unit: usize) -> usize {
@@ -52,6 +71,31 @@ impl LayerUnits {
         };
         share(self.kv_heads, unit, rank, ranks).len()
     }
+
+    fn fractions(&self, rank: usize, ranks: usize) -> LayerFractions {
+        let heads = Fraction { len: self.kv_share(rank, ranks), total: self.kv_heads };
+        let intermediate = match self.down_proj {
+            Some(ColumnUnits { columns, unit }) => {
+                Fraction { len: share(columns, SHARE_COLUMNS.max(unit), rank, ranks).len(), total: columns }
+            }
+            // If the layer has no `down_proj`, assume equal parts.
+            None => Fraction { len: 1, total: ranks },
+        };
+        LayerFractions { heads, intermediate }
+    }
+}
+
+impl ModelFractions {
+    /// Returns the fraction of a tensor that the rank holds.
+    /// Returns `None` if ranks do not divide the tensor, or if it belongs to no decoder layer.
+    fn of(&self, tensor: &InventoryTensor) -> Option<Fraction> {
+        let layer = || self.layers.get(tensor.layer()?);
+        match tensor.division().dimension()? {
+            Dimension::Vocabulary => self.vocabulary,
+            Dimension::Heads => Some(layer()?.heads),
+            Dimension::Intermediate => Some(layer()?.intermediate),
+        }
+    }
 }
 
 impl InventoryTensor {
@@ -63,12 +107,11 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the memory size of a part of the tensor, in bytes.
-    /// The part has the fraction `len` / `total` of the rows or columns.
-    fn part_bytes(&self, len: usize, total: usize, dtype: DType) -> u64 {
-        let part = |whole: u64| (u128::from(whole) * len as u128 / total.max(1) as u128) as u64;
+    /// Returns the memory size of a rank's part of the tensor, in bytes.
+    fn part_bytes(&self, fraction: Fraction, dtype: DType) -> u64 {
+        let part = |whole: u64| (u128::from(whole) * fraction.len as u128 / fraction.total.max(1) as u128) as u64;
         match (self.quantized, self.division()) {
-            _ if len == 0 => 0,
+            _ if fraction.len == 0 => 0,
             (Some(QuantizedShape { format, rows, columns }), Division::Rows(_)) => {
                 format.bytes(part(rows as u64), columns as u64)
             }
@@ -84,58 +127,38 @@ impl Inventory {
     /// Returns the part of the model that each of `ranks` ranks holds if every layer is divided.
     /// `kv_heads` has the number of KV heads of each layer.
     pub fn rank_shares(&self, kv_heads: &[usize], ranks: usize, dtype: DType) -> Vec<RankShare> {
-        let mut layers: Vec<LayerUnits> =
-            kv_heads.iter().map(|&kv_heads| LayerUnits { kv_heads, ..LayerUnits::default() }).collect();
-        let mut vocabulary: Option<usize> = None;
+        let layers = self.layer_units(kv_heads);
+        let is_vocabulary = |tensor: &&InventoryTensor| tensor.division() == Division::Rows(Dimension::Vocabulary);
+        let vocabulary = self.tensors.iter().filter(is_vocabulary).find_map(|tensor| tensor.rows);
+        let rank_share = |rank: usize| {
+            let vocabulary = vocabulary.map(|total| Fraction { len: share(total, 1, rank, ranks).len(), total });
+            let layers: Vec<_> = layers.iter().map(|layer| layer.fractions(rank, ranks)).collect();
+            let kv_heads = layers.iter().map(|layer| layer.heads.len).collect();
+            RankShare { weight_bytes: self.bytes_of(&ModelFractions { layers, vocabulary }, dtype), kv_heads }
+        };
+        (0..ranks).map(rank_share).collect()
+    }
+
+    fn layer_units(&self, kv_heads: &[usize]) -> Vec<LayerUnits> {
+        let units = |&kv_heads: &usize| LayerUnits { kv_heads, ..LayerUnits::default() };
+        let mut layers: Vec<LayerUnits> = kv_heads.iter().map(units).collect();
         for tensor in &self.tensors {
-            let layer = tensor.layer().and_then(|layer| layers.get_mut(layer));
-            match (tensor.division(), layer) {
-                (Division::Columns(Dimension::Heads), Some(layer)) => {
-                    layer.o_proj = layer.o_proj.or(tensor.columns);
-                }
-                (Division::Columns(Dimension::Intermediate), Some(layer)) => {
-                    layer.down_proj = layer.down_proj.or(tensor.columns);
-                }
-                (Division::Rows(Dimension::Vocabulary), _) => vocabulary = vocabulary.or(tensor.rows),
+            let Some(layer) = tensor.layer().and_then(|layer| layers.get_mut(layer)) else { continue };
+            match tensor.division() {
+                Division::Columns(Dimension::Heads) => layer.o_proj = layer.o_proj.or(tensor.columns),
+                Division::Columns(Dimension::Intermediate) => layer.down_proj = layer.down_proj.or(tensor.columns),
                 _ => {}
             }
         }
-        let part = |rank: usize| {
-            let mut shares: HashMap<(usize, Dimension), (usize, usize)> = HashMap::new();
-            let mut weight_bytes = 0u64;
-            for tensor in &self.tensors {
-                let layer = tensor.layer().filter(|&layer| layer < layers.len());
-                let share_of = match (tensor.division().dimension(), layer) {
-                    (Some(Dimension::Vocabulary), _) => {
-                        vocabulary.map(|total| (share(total, 1, rank, ranks).len(), total))
-                    }
-                    (Some(dimension), Some(layer)) => {
-                        let compute = || share_of_layer(&layers[layer], dimension, rank, ranks);
-                        Some(*shares.entry((layer, dimension)).or_insert_with(compute))
-                    }
-                    // Count the whole tensor if ranks do not divide it, or if it belongs to no decoder layer.
-                    _ => None,
-                };
-                weight_bytes = weight_bytes.saturating_add(match share_of {
-                    Some((len, total)) => tensor.part_bytes(len, total, dtype),
-                    None => tensor.loaded_bytes(dtype),
-                });
-            }
-            RankShare { weight_bytes, kv_heads: layers.iter().map(|layer| layer.kv_share(rank, ranks)).collect() }
-        };
-        (0..ranks).map(part).collect()
+        layers
     }
-}
 
-/// Returns the length of a rank's part of `dimension` in a layer, and the whole length of `dimension`.
-/// Counts KV heads for [`Dimension::Heads`], and columns of `down_proj` for [`Dimension::Intermediate`].
-fn share_of_layer(layer: &LayerUnits, dimension: Dimension, rank: usize, ranks: usize) -> (usize, usize) {
-    match (dimension, layer.down_proj) {
-        (Dimension::Heads, _) => (layer.kv_share(rank, ranks), layer.kv_heads),
-        (_, Some(ColumnUnits { columns, unit })) => {
-            (share(columns, SHARE_COLUMNS.max(unit), rank, ranks).len(), columns)
-        }
-        // If the layer has no `down_proj`, assume equal parts.
-        (_, None) => (1, ranks),
+    /// Returns the memory size of the weights of a rank that holds `fractions` of the model, in bytes.
+    fn bytes_of(&self, fractions: &ModelFractions, dtype: DType) -> u64 {
+        let bytes = self.tensors.iter().map(|tensor| match fractions.of(tensor) {
+            Some(fraction) => tensor.part_bytes(fraction, dtype),
+            None => tensor.loaded_bytes(dtype),
+        });
+        bytes.fold(0, u64::saturating_add)
     }
 }
