@@ -105,8 +105,8 @@ impl<'c> WeightsBuilder<'c> {
             dtype: self.dtype,
             quantize: self.quantize,
             progress: self.progress,
-            reader: RankReader { threads, world: self.world.clone() },
-            world: self.world,
+            reader: RankReader { threads, progress_world: self.world.clone() },
+            division_world: self.world,
             part: None,
             shared_reads,
         })

@@ -31,8 +31,9 @@ pub struct Weights<'c> {
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
-    /// The rank whose part of the model is loaded. [`World::alone`] after [`undivided`](Self::undivided).
-    pub(super) world: World,
+    /// Determines which part of each tensor is loaded: the part of this world's rank.
+    /// [`World::alone`] after [`undivided`](Self::undivided), unlike `reader.progress_world`, which stays the same.
+    pub(super) division_world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<TensorPart>,
     pub(super) reader: RankReader,
@@ -45,11 +46,6 @@ pub struct Weights<'c> {
 pub(super) const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
 impl<'c> Weights<'c> {
-    /// Returns the [`SharedReads`] of this rank, or `None` if this rank reads alone.
-    pub(super) fn shared_reads(&self) -> Option<&SharedReads> {
-        self.shared_reads.as_ref()
-    }
-
     /// Returns the [`SharedReads`] for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
     ///
     /// The read of a tensor that is divided along its first dimension is not shared: a rank that holds no rows of a
@@ -91,12 +87,12 @@ impl<'c> Weights<'c> {
 
     /// Returns the rank whose part of the model is loaded, or [`World::alone`] after [`undivided`](Self::undivided).
     pub fn world(&self) -> &World {
-        &self.world
+        &self.division_world
     }
 
     /// Returns weights that load whole tensors, as if there were only one rank.
     pub fn undivided(&self) -> Self {
-        Self { world: World::alone(), shared_reads: None, ..self.clone() }
+        Self { division_world: World::alone(), shared_reads: None, ..self.clone() }
     }
 
     /// Returns weights that load only the rows `ranges` of each matrix and vector. Each has `total` rows in the file.
@@ -115,7 +111,7 @@ impl<'c> Weights<'c> {
     fn part(&self, axis: Axis, ranges: Vec<Range<usize>>, total: usize) -> Self {
         // A single rank loads whole tensors, so that the background reader can read them ahead.
         let part = TensorPart { axis, ranges, total };
-        Self { part: (self.world.size() > 1).then_some(part), ..self.clone() }
+        Self { part: (self.division_world.size() > 1).then_some(part), ..self.clone() }
     }
 
     /// Returns the ranges of a tensor that this rank loads, or `None` if it loads the whole tensor.
@@ -184,7 +180,7 @@ impl<'c> Weights<'c> {
         dtype: DType,
         slice: Option<Slice>,
     ) -> Result<Tensor> {
-        self.reader.world.tick();
+        self.reader.progress_world.tick();
         let name = self.full_name(name);
         let stored_shape = slice.as_ref().map_or(shape.to_vec(), |slice| slice.stored_shape(shape));
         if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
@@ -300,7 +296,7 @@ impl<'c> Weights<'c> {
     /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `shape` is the shape of the result.
     /// `device` is either the device of the weights or the host. From a GGUF file, loads only packed MXFP4.
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
-        self.reader.world.tick();
+        self.reader.progress_world.tick();
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = sliced(model.shared_packed(name, self.shared_reads.as_ref())?, slice)?.to_device(device)?;
             self.progress.add_read(self.checkpoint.required(name)?.bytes() as u64);

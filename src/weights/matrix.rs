@@ -109,7 +109,7 @@ impl<'c> Weights<'c> {
     }
 
     fn build(&self, matrices: &[&MatrixRows]) -> Result<QuantizedMatrix> {
-        self.reader.world.tick();
+        self.reader.progress_world.tick();
         let matrix = MatrixRows::build(matrices, &self.device)?;
         self.progress.add_resident(matrix.bytes());
         Ok(matrix)
@@ -130,7 +130,7 @@ impl<'c> Weights<'c> {
             (Some(found), slice) => {
                 // Each rank needs some or all columns of every row, so the ranks can convert the rows together.
                 let kept = slice.map_or(0..stored[1], |slice| slice.ranges[0].clone());
-                let shared = self.shared_reads().map(|reads| (reads, self.full_name(name)));
+                let shared = self.shared_reads.as_ref().map(|reads| (reads, self.full_name(name)));
                 Some(found.columns(kept, shared)?)
             }
             (None, _) => None,
@@ -141,7 +141,7 @@ impl<'c> Weights<'c> {
     /// If the ranks share the read, the other ranks wait until this rank joins.
     /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
     fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
-        let (Some(_), [stack @ .., rows, columns]) = (self.shared_reads(), shape) else { return Ok(()) };
+        let (Some(_), [stack @ .., rows, columns]) = (&self.shared_reads, shape) else { return Ok(()) };
         match self.quantized(name, stack.iter().product(), *rows, *columns)? {
             Some(found) => found.join(),
             None => self.join_reads(name, shape),

@@ -17,9 +17,9 @@ use crate::world::World;
 #[derive(Clone)]
 pub struct RankReader {
     pub threads: ReaderThreads,
-    /// The rank that reads, even if it loads whole tensors (`Weights::undivided`).
-    /// Each tensor that it loads counts as progress, so that the other ranks do not give up waiting for this rank.
-    pub world: World,
+    /// Records the progress of this rank at each tensor, so that the other ranks do not give up waiting for this rank.
+    /// They also wait while this rank loads whole tensors (`Weights::undivided`).
+    pub progress_world: World,
 }
 
 /// Which threads read the tensors of safetensors files.
