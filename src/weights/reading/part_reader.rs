@@ -37,7 +37,7 @@ struct PartRuns {
 }
 
 /// The source of a tensor's bytes: its file, or bytes that a rank has already read to host memory.
-enum Bytes<'b> {
+enum ByteSource<'b> {
     File(&'b ByteRange),
     /// Consecutive bytes of the tensor. `start` is the offset of the first byte in the tensor.
     Memory {
@@ -46,8 +46,8 @@ enum Bytes<'b> {
     },
 }
 
-/// A piece of a part. One thread reads a whole piece.
-enum RunOrRows {
+/// A piece of a part, which one thread reads at once.
+enum PartPiece {
     /// `bytes` bytes at the offset `start` of the tensor. `offset` is their offset in the part.
     Run { start: usize, bytes: usize, offset: usize },
     /// All runs of the rows whose indices are in this range.
@@ -73,7 +73,7 @@ impl<T: UploadTarget> PartReader<T> {
     ) -> Result<Tensor> {
         let part = PartRuns::new(dtype, shape, slice);
         let mut memory = self.target.allocate(part.bytes()).context("cannot allocate memory for a tensor")?;
-        self.copy(&part, &part.pieces(self.options.piece_bytes), &Bytes::File(tensor), &memory)?;
+        self.copy(&part, &part.pieces(self.options.piece_bytes), &ByteSource::File(tensor), &memory)?;
         self.target.complete(&mut memory)?;
         Ok(self.target.tensor(memory, dtype, shape)?)
     }
@@ -90,14 +90,14 @@ impl<T: UploadTarget> PartReader<T> {
         let unit = if slice.is_some() { part.row_bytes } else { PAGE_BYTES };
         shared.read(name, tensor, unit, |range, bytes| {
             let pieces = part.pieces_of(range.clone(), self.options.piece_bytes);
-            self.copy(&part, &pieces, &Bytes::Memory { start: range.start, bytes }, &memory)
+            self.copy(&part, &pieces, &ByteSource::Memory { start: range.start, bytes }, &memory)
         })?;
         self.target.complete(&mut memory)?;
         Ok(self.target.tensor(memory, dtype, shape)?)
     }
 
     /// Copies `pieces` of a tensor to `memory` with several threads. Returns when all copies are queued.
-    fn copy(&self, part: &PartRuns, pieces: &[RunOrRows], tensor: &Bytes, memory: &T::Memory) -> Result<()> {
+    fn copy(&self, part: &PartRuns, pieces: &[PartPiece], tensor: &ByteSource, memory: &T::Memory) -> Result<()> {
         let next = AtomicUsize::new(0);
         let work = || -> Result<()> {
             let mut staging = self.take_staging(part.longest_piece(self.options.piece_bytes))?;
@@ -171,7 +171,7 @@ impl PartRuns {
         if self.has_long_runs() { piece_bytes } else { piece_bytes.max(self.kept_bytes()) }
     }
 
-    fn pieces(&self, piece_bytes: usize) -> Vec<RunOrRows> {
+    fn pieces(&self, piece_bytes: usize) -> Vec<PartPiece> {
         let mut pieces = Vec::new();
         if self.has_long_runs() {
             let mut offset = 0;
@@ -179,53 +179,59 @@ impl PartRuns {
                 for run in &self.runs {
                     for start in run.clone().step_by(piece_bytes) {
                         let bytes = piece_bytes.min(run.end - start);
-                        pieces.push(RunOrRows::Run { start: row * self.row_bytes + start, bytes, offset });
+                        pieces.push(PartPiece::Run { start: row * self.row_bytes + start, bytes, offset });
                         offset += bytes;
                     }
                 }
             }
         } else {
             let rows = (piece_bytes / self.kept_bytes()).max(1);
-            pieces.extend((0..self.rows).step_by(rows).map(|row| RunOrRows::Rows(row..(row + rows).min(self.rows))));
+            pieces.extend((0..self.rows).step_by(rows).map(|row| PartPiece::Rows(row..(row + rows).min(self.rows))));
         }
         pieces
     }
 
     /// Cuts a byte range of the tensor into pieces.
     /// If the part has only some bytes of each row, `range` must consist of whole rows.
-    fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<RunOrRows> {
+    fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<PartPiece> {
         if self.kept_bytes() == self.row_bytes {
             let starts = range.clone().step_by(piece_bytes);
-            let piece = |start| RunOrRows::Run { start, bytes: piece_bytes.min(range.end - start), offset: start };
+            let piece = |start| PartPiece::Run { start, bytes: piece_bytes.min(range.end - start), offset: start };
             return starts.map(piece).collect();
         }
         let rows = range.start / self.row_bytes..range.end / self.row_bytes;
         let step = (piece_bytes / self.kept_bytes()).max(1);
-        rows.clone().step_by(step).map(|row| RunOrRows::Rows(row..(row + step).min(rows.end))).collect()
+        rows.clone().step_by(step).map(|row| PartPiece::Rows(row..(row + step).min(rows.end))).collect()
     }
 
     /// Reads a piece to the start of `buffer`. Returns the number of bytes written and their offset in the part.
     /// `rows` is a reusable buffer for reading whole rows.
-    fn read(&self, tensor: &Bytes, piece: &RunOrRows, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
+    fn read(
+        &self,
+        tensor: &ByteSource,
+        piece: &PartPiece,
+        buffer: &mut [u8],
+        rows: &mut Vec<u8>,
+    ) -> Result<(usize, usize)> {
         match piece {
-            RunOrRows::Run { start, bytes, offset } => {
+            PartPiece::Run { start, bytes, offset } => {
                 match tensor {
-                    Bytes::File(file) => file.source.read(&mut buffer[..*bytes], file.start + *start as u64)?,
-                    Bytes::Memory { start: first, bytes: all } => {
+                    ByteSource::File(file) => file.source.read(&mut buffer[..*bytes], file.start + *start as u64)?,
+                    ByteSource::Memory { start: first, bytes: all } => {
                         buffer[..*bytes].copy_from_slice(&all[start - first..][..*bytes]);
                     }
                 }
                 Ok((*bytes, *offset))
             }
-            RunOrRows::Rows(range) => {
+            PartPiece::Rows(range) => {
                 let (start, length) = (range.start * self.row_bytes, range.len() * self.row_bytes);
                 let whole_rows = match tensor {
-                    Bytes::File(file) => {
+                    ByteSource::File(file) => {
                         rows.resize(length, 0);
                         file.source.read(rows, file.start + start as u64)?;
                         &rows[..]
                     }
-                    Bytes::Memory { start: first, bytes } => &bytes[start - first..][..length],
+                    ByteSource::Memory { start: first, bytes } => &bytes[start - first..][..length],
                 };
                 let runs = whole_rows
                     .chunks_exact(self.row_bytes)
