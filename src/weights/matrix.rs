@@ -30,38 +30,36 @@ impl<'c> Weights<'c> {
             }
             return Ok(Matrix::Dense(Tensor::zeros((all_rows, columns), weights.dtype, &weights.device)?));
         }
-        let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, 1, *rows, columns);
-        let found = modules.iter().map(quantized).collect::<Result<Vec<_>>>()?;
-        // Combine adjacent matrices if a single kernel can process them together.
-        let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
-            (Some(a), Some(b)) => {
-                a.input_quantization == b.input_quantization
-                    && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
-            }
-            (None, None) => true,
-            _ => false,
-        };
+        let rows_of = |(weights, rows): &(Self, usize)| weights.quantized(name, 1, *rows, columns);
+        let quantized = modules.iter().map(rows_of).collect::<Result<Vec<_>>>()?;
         let (mut matrices, mut rest) = (Vec::new(), modules);
-        for run in found.chunk_by(is_compatible) {
-            let (of_run, remaining) = rest.split_at(run.len());
+        for rows in quantized.chunk_by(can_combine) {
+            let (modules, remaining) = rest.split_at(rows.len());
             rest = remaining;
-            let rows: Vec<_> = run.iter().flatten().collect();
-            if rows.is_empty() {
-                matrices.push(Matrix::Dense(Self::stacked(of_run, name, columns)?));
-                continue;
-            }
-            let first = &of_run[0].0;
-            let has_same_format = |a: &&MatrixRows, b: &&MatrixRows| a.format == b.format;
-            let built = rows.chunk_by(has_same_format).map(|rows| first.build(rows)).collect::<Result<Vec<_>>>();
-            matrices.push(Matrix::Quantized(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
-            for (weights, _) in of_run {
-                weights.progress.add_read(weights.checkpoint.required(&weights.full_name(name))?.bytes() as u64);
-            }
+            let rows: Vec<&MatrixRows> = rows.iter().flatten().collect();
+            matrices.push(if rows.is_empty() {
+                Matrix::Dense(Self::stacked(modules, name, columns)?)
+            } else {
+                Self::build_modules(modules, name, &rows)?
+            });
         }
         Ok(match matrices.len() {
             1 => matrices.remove(0),
             _ => Matrix::Concatenated(matrices),
         })
+    }
+
+    /// Builds the quantized matrices `name` of `modules`, in order, for a single kernel. `rows` has the rows of each.
+    /// Adjacent matrices with the same format become one matrix.
+    fn build_modules(modules: &[(Self, usize)], name: &str, rows: &[&MatrixRows]) -> Result<Matrix> {
+        let first = &modules[0].0;
+        let has_same_format = |a: &&MatrixRows, b: &&MatrixRows| a.format == b.format;
+        let built = rows.chunk_by(has_same_format).map(|rows| first.build(rows)).collect::<Result<Vec<_>>>();
+        let built = built.with_context(|| format!("cannot load {}", first.full_name(name)))?;
+        for (weights, _) in modules {
+            weights.progress.add_read(weights.checkpoint.required(&weights.full_name(name))?.bytes() as u64);
+        }
+        Ok(Matrix::Quantized(built))
     }
 
     /// Loads the matrices of all experts from one stacked tensor, with shape `[experts, rows, columns]`.
@@ -72,7 +70,7 @@ impl<'c> Weights<'c> {
             return Ok(Matrix::Dense(Tensor::zeros(&shape, self.dtype, &self.device)?));
         }
         match self.quantized(name, experts, rows, columns)? {
-            Some(found) => self.build_stored(name, &found),
+            Some(rows) => self.build_stored(name, &rows),
             None => Ok(Matrix::Dense(self.float_slice(name, &shape, self.dtype, self.slice(Some(1), Some(2)))?)),
         }
     }
@@ -81,13 +79,13 @@ impl<'c> Weights<'c> {
     /// GGUF files store the matrix as `[rows, columns]`.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Matrix> {
         if matches!(self.checkpoint, Checkpoint::Gguf(_))
-            && let Some(found) = self.quantized(name, 1, rows, columns)?
+            && let Some(matrix_rows) = self.quantized(name, 1, rows, columns)?
         {
             if rows * columns == 0 {
-                found.join()?;
+                matrix_rows.join()?;
                 return Ok(Matrix::Dense(Tensor::zeros((rows, columns), self.dtype, &self.device)?));
             }
-            return self.build_stored(name, &found);
+            return self.build_stored(name, &matrix_rows);
         }
         let stored = self.float_slice(name, &[columns, rows], self.dtype, self.slice(Some(1), Some(0)))?;
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
@@ -120,21 +118,20 @@ impl<'c> Weights<'c> {
     fn quantized(&self, name: &str, matrices: usize, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let slice = self.slice(Some(0), Some(1));
         let stored = slice.as_ref().map_or(vec![rows, columns], |slice| slice.stored_shape(&[rows, columns]));
-        let found = self.quantized_rows(name, matrices * stored[0], stored[1])?;
-        Ok(match (found, slice) {
-            (Some(found), Some(Slice { dim: 0, ranges, total })) => {
+        let Some(all_rows) = self.quantized_rows(name, matrices * stored[0], stored[1])? else { return Ok(None) };
+        Ok(Some(match slice {
+            Some(Slice { dim: 0, ranges, total }) => {
                 let starts = (0..matrices).map(|matrix| matrix * total);
                 let ranges = starts.flat_map(|start| ranges.iter().map(move |r| start + r.start..start + r.end));
-                Some(found.rows(ranges.flatten().collect()))
+                all_rows.rows(ranges.flatten().collect())
             }
-            (Some(found), slice) => {
+            slice => {
                 // Each rank needs some or all columns of every row, so the ranks can convert the rows together.
                 let kept = slice.map_or(0..stored[1], |slice| slice.ranges[0].clone());
                 let shared = self.shared_reads.as_ref().map(|reads| (reads, self.full_name(name)));
-                Some(found.columns(kept, shared)?)
+                all_rows.columns(kept, shared)?
             }
-            (None, _) => None,
-        })
+        }))
     }
 
     /// Takes part in the read of a matrix, or of stacked matrices, that this rank holds no part of.
@@ -143,7 +140,7 @@ impl<'c> Weights<'c> {
     fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
         let (Some(_), [stack @ .., rows, columns]) = (&self.shared_reads, shape) else { return Ok(()) };
         match self.quantized(name, stack.iter().product(), *rows, *columns)? {
-            Some(found) => found.join(),
+            Some(rows) => rows.join(),
             None => self.join_reads(name, shape),
         }
     }
@@ -152,41 +149,47 @@ impl<'c> Weights<'c> {
     /// Returns `None` for a matrix that is loaded as floats.
     fn quantized_rows(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
-        let info = self.checkpoint.required(&name)?;
         self.progress.add_name(&name);
-        let found = match self.checkpoint {
+        let matrix_rows = match self.checkpoint {
             Checkpoint::Gguf(model) => match (model.quantized(&name)?, self.quantize) {
                 (None, Some(target)) => model.rows_to_quantize(&name, target)?,
-                (found, _) => found,
+                (stored, _) => stored,
             },
-            Checkpoint::Safetensors(checkpoint) => match self.quantize {
-                // A scale means that the matrix is quantized. Modules that `quantization_config` ignores have no scale.
-                _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
-                    Some(self.compressed(checkpoint, &name, [rows, columns])?)
-                }
-                Some(target) if info.is_float() => {
-                    if info.dtype == Dtype::F8_E4M3 {
-                        self.check_unscaled(&name)?;
-                    }
-                    let dtype = info.dtype;
-                    let bytes = self.checkpoint.view(&name)?.bytes;
-                    let source = StoredRows { bytes, row_bytes: columns * dtype.bitsize() / 8 };
-                    if info.elements() != rows * columns || info.shape.last() != Some(&columns) {
-                        bail!("tensor {name}: expected shape {:?}, found {:?}", [rows, columns], info.shape);
-                    }
-                    MatrixRows::from_floats(target, rows, columns, move |row, buffer, values| {
-                        quantized::read_floats(dtype, source.row(row, buffer)?, values)
-                    })
-                }
-                _ => None,
-            },
+            Checkpoint::Safetensors(checkpoint) => self.safetensors_rows(checkpoint, &name, [rows, columns])?,
         };
-        match found {
-            Some(found) if (found.rows, found.columns) != (rows, columns) => {
+        match matrix_rows {
+            Some(stored) if (stored.rows, stored.columns) != (rows, columns) => {
                 bail!("tensor {name}: expected shape {:?}, found {}", [rows, columns], self.checkpoint.describe(&name))
             }
-            found => Ok(found),
+            matrix_rows => Ok(matrix_rows),
         }
+    }
+
+    /// Like [`quantized_rows`](Self::quantized_rows), for a matrix of a safetensors file with the full name `name`.
+    fn safetensors_rows(
+        &self,
+        checkpoint: &'c SafetensorsCheckpoint,
+        name: &str,
+        shape: [usize; 2],
+    ) -> Result<Option<MatrixRows<'c>>> {
+        let view = checkpoint.view(name)?;
+        // A scale means that the matrix is quantized. Modules that `quantization_config` ignores have no scale.
+        if checkpoint.info(&format!("{name}_scale")).is_some() {
+            return self.compressed(checkpoint, name, shape).map(Some);
+        }
+        let Some(target) = self.quantize.filter(|_| view.info.is_float()) else { return Ok(None) };
+        let dtype = view.info.dtype;
+        if dtype == Dtype::F8_E4M3 {
+            self.check_unscaled(name)?;
+        }
+        let [rows, columns] = shape;
+        if view.info.elements() != rows * columns || view.info.shape.last() != Some(&columns) {
+            bail!("tensor {name}: expected shape {shape:?}, found {:?}", view.info.shape);
+        }
+        let source = StoredRows { bytes: view.bytes, row_bytes: columns * dtype.bitsize() / 8 };
+        Ok(MatrixRows::from_floats(target, rows, columns, move |row, buffer, values| {
+            quantized::read_floats(dtype, source.row(row, buffer)?, values)
+        }))
     }
 
     /// Returns the rows of a matrix in the compressed-tensors format.
@@ -273,5 +276,17 @@ impl<'c> Weights<'c> {
             weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)))
         });
         Ok(Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)?)
+    }
+}
+
+/// Returns whether a single kernel can process two adjacent matrices together. Float matrices are `None`.
+fn can_combine(a: &Option<MatrixRows>, b: &Option<MatrixRows>) -> bool {
+    match (a, b) {
+        (Some(a), Some(b)) => {
+            a.input_quantization == b.input_quantization
+                && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
+        }
+        (None, None) => true,
+        _ => false,
     }
 }
