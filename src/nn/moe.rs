@@ -130,10 +130,11 @@ impl GatedMoe {
 
     /// Runs the layer. x must not have more tokens than one launch of the expert kernels can process.
     fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
+        // 1. route: ids [tokens, experts_per_token], f32 weights [tokens, experts_per_token]
         let (ids, weights) =
             topk_softmax(&self.router.forward(x, sum_order)?, self.config.experts_per_token, self.config.softmax)?;
-        // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
+        // 2. run the chosen experts:
+        //    [tokens, experts_per_token, 2 * intermediate] → [tokens, experts_per_token, hidden]
         let x = x.to_dtype(self.dtype)?;
         let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids, sum_order)?;
         let down = expert_matmul(
@@ -143,7 +144,7 @@ impl GatedMoe {
             &ids,
             sum_order,
         )?;
-        // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
+        // 3. combine in f32: [tokens, experts_per_token, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }
 }
@@ -227,42 +228,43 @@ impl ClampedMoe {
         if self.down_proj.dims()?.2 == 0 {
             return Ok(PartialRows::Summed(x.zeros_like()?));
         }
-        let chosen = self.config.experts_per_token;
+        let experts_per_token = self.config.experts_per_token;
         #[cfg(feature = "cuda")]
         if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =
             (&self.gate_up_proj, &self.down_proj, &self.router.weight)
         {
-            let routed =
-                RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, sum_order, Some(&self.usage))?;
+            let bias = self.router.bias.as_ref();
+            let routed = RoutedPairs::route(x, router, bias, experts_per_token, sum_order, Some(&self.usage))?;
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
             let outputs = expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, sum_order)?;
             return Ok(PartialRows::PerExpert(outputs));
         }
-        let rows = in_launches(x, chosen, |x| self.forward_launch(x, sum_order))?;
+        let rows = in_launches(x, experts_per_token, |x| self.forward_launch(x, sum_order))?;
         Ok(PartialRows::Summed(rows))
     }
 
     /// Runs the layer without `expert_mlp`, which supports only MXFP4 tiles.
     /// x must not have more tokens than one launch of the expert kernels can process.
     fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        let chosen = self.config.experts_per_token;
-        // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
-        let (ids, weights) = topk_softmax(&self.router.forward(x, sum_order)?, chosen, Softmax::OverChosen)?;
+        let experts_per_token = self.config.experts_per_token;
+        // 1. route: ids [tokens, experts_per_token], f32 weights [tokens, experts_per_token]
+        let (ids, weights) = topk_softmax(&self.router.forward(x, sum_order)?, experts_per_token, Softmax::OverChosen)?;
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
-        // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
+        // 2. run the chosen experts:
+        //    [tokens, experts_per_token, 2 * intermediate] → [tokens, experts_per_token, hidden]
         let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids, sum_order)?;
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
         let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids, sum_order)?;
-        // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
+        // 3. combine in f32: [tokens, experts_per_token, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }
 }
 
-/// Returns the results of `forward` for all rows of x, `[tokens, hidden]`. Every token has `chosen` experts.
+/// Returns the results of `forward` for all rows of x, `[tokens, hidden]`. Every token has `experts_per_token` experts.
 /// Divides x if there are more than [`MAX_PAIRS`] (token, expert) pairs, the limit of one launch of the expert kernels.
-fn in_launches(x: &Tensor, chosen: usize, forward: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-    let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / chosen);
+fn in_launches(x: &Tensor, experts_per_token: usize, forward: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / experts_per_token);
     if tokens <= limit {
         return forward(x);
     }
