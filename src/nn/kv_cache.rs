@@ -179,12 +179,10 @@ impl BlockTables {
         &self.groups[group]
     }
 
-    /// Returns the number of entries in the table of a layer group.
     pub fn len(&self, group: usize) -> usize {
         self.groups[group].len()
     }
 
-    /// Returns entry `index` of the table of a layer group.
     pub fn get(&self, group: usize, index: usize) -> u32 {
         self.groups[group][index]
     }

@@ -218,7 +218,6 @@ impl ClampedMoe {
         (self.gate_up_proj.bytes() + self.down_proj.bytes() + biases) / self.config.experts as u64
     }
 
-    /// Returns the counters of small batches and of their distinct experts.
     pub fn usage(&self) -> &ExpertUsage {
         &self.usage
     }

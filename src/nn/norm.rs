@@ -32,7 +32,6 @@ pub enum NormKind {
 }
 
 impl NormConfig {
-    /// Returns the config of an RMSNorm.
     pub fn rms(eps: f64) -> Self {
         Self { kind: NormKind::Rms, eps }
     }

@@ -125,7 +125,6 @@ impl<'c> Weights<'c> {
         Self { quantize: None, ..self.clone() }
     }
 
-    /// Returns the device that tensors are loaded to.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -145,7 +144,6 @@ impl<'c> Weights<'c> {
         if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
     }
 
-    /// Returns whether the checkpoint has the tensor.
     pub fn contains(&self, name: &str) -> bool {
         self.checkpoint.info(&self.full_name(name)).is_some()
     }

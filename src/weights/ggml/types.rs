@@ -104,7 +104,6 @@ impl GgmlType {
         self.properties().block_length
     }
 
-    /// Returns the size of a block in bytes.
     pub fn block_bytes(self) -> usize {
         self.properties().block_bytes
     }

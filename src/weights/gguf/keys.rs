@@ -40,7 +40,6 @@ impl<'c> ArchitectureKeys<'c> {
         self.file.metadata().string(&self.key(name))
     }
 
-    /// Returns whether the file has a tensor with this name.
     pub fn has(&self, tensor: &str) -> bool {
         self.file.info(tensor).is_some()
     }
