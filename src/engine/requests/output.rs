@@ -60,12 +60,19 @@ impl Output {
             return Ok(Vec::new());
         }
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
+        let calls = self.tool_calls().len();
         let deltas = match &mut self.reader {
             OutputReader::Chat(parser) => parser.push(&self.language.tokenizer, token)?,
             OutputReader::Raw(_) if ends_text => Vec::new(),
             OutputReader::Raw(stream) => answer(stream.push(&self.language.tokenizer, token)?),
         };
-        Ok(self.until_stop(deltas))
+        let mut deltas = self.until_stop(deltas);
+        if self.tool_calls().len() > calls {
+            // The held-back answer text comes before the new tool call, so the client must get it before the call.
+            // The call itself may have no text yet.
+            deltas.extend(answer(self.stop.finish()));
+        }
+        Ok(deltas)
     }
 
     /// Ends the text. Returns the text that was still held back.
@@ -135,4 +142,38 @@ impl Output {
 
 fn answer(text: String) -> Vec<Delta> {
     if text.is_empty() { Vec::new() } else { vec![Delta { channel: Channel::Answer, text }] }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chat::Rendered;
+    use crate::engine::SamplingParams;
+    use crate::tokenizer::ControlTokens;
+
+    #[test]
+    fn text_before_a_tool_call_arrives_with_the_start_of_the_call() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let language = Arc::new(Language::load(&folder).unwrap());
+        let generated = "<|channel|>commentary<|message|>One moment.\n<|end|>\
+                         <|start|>assistant<|channel|>commentary to=functions.find<|message|>{\"q\": 1}<|call|>";
+        for stop in ["\n\nHuman:", ".\n\n", "\n<"] {
+            let prompt = Rendered { ids: Vec::new(), text: String::new() };
+            let parser = language.chat_format().unwrap().parser(&prompt);
+            let options =
+                GenerateOptions { stop: vec![stop.to_string()], ..GenerateOptions::new(SamplingParams::greedy()) };
+            let mut output = Output::chat(language.clone(), parser, &options);
+            let mut text = String::new();
+            for id in language.tokenizer.encode(generated, ControlTokens::Parse).unwrap() {
+                let had_call = !output.tool_calls().is_empty();
+                for delta in output.push(id).unwrap() {
+                    assert_eq!(delta.channel == Channel::ToolCall, had_call, "{stop:?}: {delta:?}");
+                    text.push_str(&delta.text);
+                }
+            }
+            assert!(output.finish().unwrap().is_empty());
+            assert_eq!(text, "One moment.\n{\"q\": 1}", "{stop:?}");
+            assert_eq!(output.answer_bytes(), "One moment.\n".len());
+        }
+    }
 }

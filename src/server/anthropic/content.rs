@@ -51,8 +51,8 @@ impl Content {
                 self.calls.push(self.blocks.len() - 1);
             }
             AnswerPiece::ToolArguments { index, text } => {
-                // Skip arguments of a call whose block has ended.
-                // Only the `{}` of a call without arguments can arrive this late.
+                // Skip arguments of a call whose block has ended. Only the `{}` of a call without arguments can arrive
+                // this late: text before a call is complete when the call starts.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
                     self.extend(&text, events);
                 }
