@@ -37,8 +37,9 @@ pub struct ParsedHeader {
     pub recipient: Option<String>,
     /// Whether `<|channel|>` and a channel that harmony defines are present, and the role is allowed in this header.
     pub is_well_formed: bool,
-    /// Whether the header may become well-formed: before `<|channel|>` is at most the role `assistant`, and the text
-    /// after it begins with a channel that harmony defines, or is the beginning of one. This text may be empty.
+    /// Whether the header may become well-formed: before `<|channel|>` are only the role `assistant`, a recipient, both
+    /// or nothing, and the text after it begins with a channel that harmony defines, or is the beginning of one.
+    /// This text may be empty.
     pub is_valid_start: bool,
     /// The text at the end of the header that belongs, or may belong, to the content instead.
     pub rest: String,
@@ -78,6 +79,8 @@ impl PartialHeader {
 
         let Words { name: role, mut recipient, mut rest, mut is_undecided } = read_role(&role_text, self.opening);
         recipient = recipient.or(self.recipient.as_deref());
+        // The words before `<|channel|>` that are neither a role nor a recipient.
+        let role_rest = rest;
         let mut channel = None;
         if let Some(text) = &channel_text {
             // `<|channel|>` ends the role part, so all words before it belong to the header.
@@ -109,7 +112,7 @@ impl PartialHeader {
         // Without a generated `<|start|>`, a role violates the format. But if the prompt ends with
         // `<|start|>assistant`, models often generate `assistant` again.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
-        let is_assistant = matches!(role_text.trim(), "" | "assistant");
+        let is_assistant = matches!(role, "" | "assistant") && role_rest.trim().is_empty();
         let begins_channel = |text: &String| {
             let text = text.trim_start();
             CHANNELS.iter().any(|channel| channel.starts_with(text) || text.starts_with(channel))

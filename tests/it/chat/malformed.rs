@@ -183,6 +183,17 @@ fn unfinished_headers_are_answers_only_as_a_last_resort() {
         // A header with a role is dropped even if the model has generated nothing else.
         check(&format!("<|start|>assistant<|channel|>{header}"), &[]);
     }
+    // A recipient before `<|channel|>` is valid, but the beginning of one is not: nothing can complete it any more.
+    for header in ["commentary <|constrain|>json", "commentary json", "commentary", "comm", ""] {
+        for start in ["", "<|start|>assistant", "<|channel|>final<|message|>Yes.<|end|><|start|>assistant"] {
+            let text = format!("{start} to=functions.f<|channel|>{header}");
+            let expected: &[_] = if text.contains("Yes.") { &[(Answer, "Yes.")] } else { &[] };
+            let parsed = check(&text, expected);
+            assert_eq!((parsed.tool_calls.len(), parsed.format_violations), (0, 0), "{text}");
+        }
+    }
+    let parsed = check("<|start|>assistant to<|channel|>fin", &[(Answer, "assistant to fin")]);
+    assert_eq!(parsed.format_violations, 1);
     // A role that is not allowed is a violation.
     let text = "<|channel|>final<|message|>Yes.<|end|><|start|>user<|channel|>fin";
     assert_eq!(check(text, &[(Answer, "Yes.")]).format_violations, 1);
@@ -248,7 +259,11 @@ fn random_tokens_never_lose_text() {
         let has_message = text.contains("<|message|>");
         // A second <|channel|> in a header discards the text after the first one.
         let has_discarded_header = text.matches("<|channel|>").count() > 1;
-        let may_be_empty = !has_text || has_call || has_message || has_discarded_header;
+        // A valid header that the end of the text cuts off is dropped.
+        let is_cut_off = text.rsplit_once("<|channel|>").is_some_and(|(_, header)| {
+            ["analysis", "commentary", "final"].iter().any(|name| header.trim().starts_with(name))
+        });
+        let may_be_empty = !has_text || has_call || has_message || has_discarded_header || is_cut_off;
         assert!(may_be_empty || !all.is_empty(), "the parser returned no text for {text}");
     }
 }
