@@ -73,7 +73,7 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static st
     let tools = chat::read_tools(fields, engine)?.shown;
     // Read the template variables before the reasoning effort, because they can contain the effort.
     let template_variables = chat::read_template_variables(fields, engine)?;
-    let (reasoning_effort, _) = chat::read_reasoning(fields)?;
+    let reasoning_effort = chat::read_effort(fields)?;
     let add_generation_prompt = fields.take_bool("add_generation_prompt")?.unwrap_or(true);
     let options = RenderOptions { tools, reasoning_effort, date: today(), add_generation_prompt, template_variables };
     Ok(("messages", Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids))))

@@ -53,6 +53,20 @@ fn text_becomes_tokens_and_back() {
         server.post("/tokenize", &body).ok()["tokens"].clone()
     };
     assert_ne!(tokens("low"), tokens("high"));
+    // Fields of a chat completion that do not change its prompt have no effect.
+    let without_effect = [
+        (json!({ "include_reasoning": false }), "include_reasoning"),
+        (json!({ "reasoning": { "effort": "low", "exclude": true } }), "reasoning.exclude"),
+    ];
+    for (fields, name) in without_effect {
+        let body = merged(json!({ "messages": messages }), &fields);
+        let response = server.post("/tokenize", &body);
+        response.ok();
+        assert_eq!(response.header("x-inferno-ignored"), Some(name));
+        let headers = [JSON, ("x-inferno-strict", "1")];
+        let strict = server.send("POST", "/tokenize", &headers, body.to_string().as_bytes());
+        assert_eq!(strict.error(400)["param"], name);
+    }
     server.post("/tokenize", &json!({})).error(400);
     assert_eq!(server.post("/detokenize", &json!({ "tokens": [999_999] })).error(400)["param"], "tokens");
 }

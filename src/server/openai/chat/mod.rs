@@ -23,7 +23,7 @@ use crate::server::state::Server;
 use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, WholeChoice, WholeMessage};
 
 pub use messages::{read as read_messages, read_content};
-pub use request::{ChatRequest, read_reasoning, read_template_variables};
+pub use request::{ChatRequest, read_effort, read_reasoning, read_template_variables};
 pub use response::{TokenLogprob, scored_tokens};
 pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools};
 

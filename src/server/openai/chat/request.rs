@@ -106,15 +106,30 @@ fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
 
 /// Reads the reasoning effort, and whether the client wants the reasoning in the response.
 pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
-    let mut effort = fields.take_string("reasoning_effort")?.map(|effort| ("reasoning_effort".to_string(), effort));
     let mut shows_reasoning = fields.take_bool("include_reasoning")?.unwrap_or(true);
-    if let Some(mut nested) = fields.take_object("reasoning")? {
+    let mut nested = fields.take_object("reasoning")?;
+    if let Some(nested) = &mut nested {
+        shows_reasoning &= !nested.take_bool("exclude")?.unwrap_or(false);
+    }
+    Ok((read_effort_from(fields, nested)?, shows_reasoning))
+}
+
+/// Reads only the reasoning effort, for routes without a response that could contain reasoning.
+pub fn read_effort(fields: &mut Fields) -> Result<ReasoningEffort, ApiError> {
+    let nested = fields.take_object("reasoning")?;
+    read_effort_from(fields, nested)
+}
+
+/// Reads the reasoning effort from `fields` or from `nested`, the object `reasoning`.
+/// Reports all other fields of `nested` as ignored.
+fn read_effort_from(fields: &mut Fields, nested: Option<Fields>) -> Result<ReasoningEffort, ApiError> {
+    let mut effort = fields.take_string("reasoning_effort")?.map(|effort| ("reasoning_effort".to_string(), effort));
+    if let Some(mut nested) = nested {
         let nested_effort = nested.take_string("effort")?;
         effort = nested_effort.map(|effort| ("reasoning.effort".to_string(), effort)).or(effort);
-        shows_reasoning &= !nested.take_bool("exclude")?.unwrap_or(false);
         nested.ignored().into_iter().for_each(|field| fields.ignore(field));
     }
-    let Some((field, effort)) = effort else { return Ok((ReasoningEffort::default(), shows_reasoning)) };
+    let Some((field, effort)) = effort else { return Ok(ReasoningEffort::default()) };
     let served = match effort.as_str() {
         "low" | "minimal" => ReasoningEffort::Low,
         "medium" => ReasoningEffort::Medium,
@@ -125,5 +140,5 @@ pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), Ap
     if served.to_string() != effort {
         fields.ignore_with_note(&field, format!("{effort} is treated as {served}"));
     }
-    Ok((served, shows_reasoning))
+    Ok(served)
 }
