@@ -21,6 +21,7 @@ const MAX_DEPTH: usize = 64;
 
 /// The maximum number of JSON values and object keys in a body. A parsed value can take much more memory than its text.
 const MAX_VALUES: usize = 500_000;
+
 /// The maximum number of ignored request fields that the response header `x-inferno-ignored` lists.
 pub const MAX_IGNORED: usize = 32;
 
