@@ -10,7 +10,9 @@ pub enum Event {
     /// A generated token, and the text that the token completes.
     /// `deltas` can be empty, for example if the token ends inside a character or its text may begin a stop string.
     /// `logprobs` is `Some` if [`GenerateOptions::logprobs`](crate::engine::GenerateOptions::logprobs) is set.
-    Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs> },
+    /// `is_requested_stop` says whether the token is one of
+    /// [`GenerateOptions::stop_token_ids`](crate::engine::GenerateOptions::stop_token_ids), which add no text.
+    Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs>, is_requested_stop: bool },
     /// The end of the answer: the text that was still held back, and the summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }

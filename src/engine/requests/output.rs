@@ -56,7 +56,7 @@ impl Output {
     /// Without a chat format, the model's stop tokens add no text either, unless the request ignores them.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         self.tokens += 1;
-        if self.stop_token_ids.contains(&token) {
+        if self.is_requested_stop(token) {
             return Ok(Vec::new());
         }
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
@@ -73,6 +73,11 @@ impl Output {
             deltas.extend(answer(self.stop.finish()));
         }
         Ok(deltas)
+    }
+
+    /// Returns whether the token is in `stop_token_ids` of the request.
+    pub fn is_requested_stop(&self, token: u32) -> bool {
+        self.stop_token_ids.contains(&token)
     }
 
     /// Ends the text. Returns the text that was still held back.

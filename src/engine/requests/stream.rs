@@ -238,7 +238,8 @@ impl RequestStream {
                 self.generated += 1;
                 self.last_token = at;
                 self.first_token.get_or_insert(at);
-                self.output.push(id).map(|deltas| Event::Token { id, deltas, logprobs })
+                let is_requested_stop = self.output.is_requested_stop(id);
+                self.output.push(id).map(|deltas| Event::Token { id, deltas, logprobs, is_requested_stop })
             }
             Some(SequenceEvent::Failed(error)) => Err(error),
             None => Err(anyhow!("cannot complete the answer: the engine stopped")),

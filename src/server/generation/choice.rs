@@ -113,7 +113,8 @@ impl Choice {
     }
 
     /// Adds an event and returns the update of the answer. `calls` are all tool calls of the answer so far.
-    /// `answer_bytes` is the length of the answer text so far, including text that is held back.
+    /// `answer_bytes` is the length of the answer text that has passed the chat parser so far, including text that the
+    /// stop filter holds back.
     pub fn push(
         &mut self,
         event: Event,
@@ -122,8 +123,8 @@ impl Choice {
         tokenizer: &Tokenizer,
     ) -> AnswerUpdate {
         let (deltas, summary) = match event {
-            Event::Token { id, deltas, logprobs } => {
-                self.tokens.push(id, logprobs, tokenizer);
+            Event::Token { id, deltas, logprobs, is_requested_stop } => {
+                self.tokens.push(id, logprobs, !is_requested_stop && !tokenizer.is_control(id));
                 (deltas, None)
             }
             Event::End { deltas, summary } => (deltas, Some(summary)),
@@ -243,13 +244,14 @@ mod tests {
         Event::End { deltas, summary: Box::new(summary) }
     }
 
-    fn token() -> Event {
-        let delta = Delta { channel: Channel::ToolCall, text: "x".to_string() };
-        Event::Token { id: 1, deltas: vec![delta], logprobs: None }
+    /// Returns the event of a token that is not in `stop_token_ids`.
+    fn token(id: u32, deltas: Vec<Delta>) -> Event {
+        let logprobs = Some(TokenLogprobs { chosen: 0.0, top: Vec::new() });
+        Event::Token { id, deltas, logprobs, is_requested_stop: false }
     }
 
-    fn logprobs() -> Option<TokenLogprobs> {
-        Some(TokenLogprobs { chosen: 0.0, top: Vec::new() })
+    fn call_token() -> Event {
+        token(1, vec![Delta { channel: Channel::ToolCall, text: "x".to_string() }])
     }
 
     fn answer_deltas(text: &str) -> Vec<Delta> {
@@ -298,7 +300,7 @@ mod tests {
             let deltas = parser.push(tokenizer, id).unwrap();
             let answers = deltas.iter().filter(|delta| delta.channel == Channel::Answer);
             answer_bytes += answers.map(|delta| delta.text.len()).sum::<usize>();
-            let event = Event::Token { id, deltas, logprobs: logprobs() };
+            let event = token(id, deltas);
             all.extend(choice.push(event, parser.tool_calls(), answer_bytes, tokenizer).pieces);
         }
         let last = choice.push(end(FinishReason::ToolCalls), parser.tool_calls(), answer_bytes, tokenizer);
@@ -336,7 +338,7 @@ mod tests {
                 deltas.extend(answer_deltas("Yes, of course."));
                 answer_bytes = "Yes, of course.".len();
             }
-            let event = Event::Token { id, deltas, logprobs: logprobs() };
+            let event = token(id, deltas);
             pieces.extend(choice.push(event, &[], answer_bytes, &tokenizer).pieces);
         }
         assert_eq!(text(&pieces), "r:Let me think about that. c:Yes, of course. ");
@@ -358,7 +360,7 @@ mod tests {
                     parsed += tokenizer.table().bytes(id).len();
                 }
                 let until = parsed.saturating_sub(lag).max(sent);
-                let event = Event::Token { id, deltas: answer_deltas(&all[sent..until]), logprobs: logprobs() };
+                let event = token(id, answer_deltas(&all[sent..until]));
                 pieces.extend(choice.push(event, &[], parsed, &tokenizer).pieces);
                 sent = until;
             }
@@ -378,16 +380,33 @@ mod tests {
         for is_with_control in [false, true] {
             let (mut choice, mut pieces) = (Choice::new(), Vec::new());
             for &id in &ids {
-                let event = Event::Token { id, deltas: Vec::new(), logprobs: logprobs() };
+                let event = token(id, Vec::new());
                 pieces.extend(choice.push(event, &[], 0, &tokenizer).pieces);
             }
             let (first, last) = if is_with_control { (text, "") } else { ("", text) };
-            let event = Event::Token { id: control[0], deltas: answer_deltas(first), logprobs: logprobs() };
+            let event = token(control[0], answer_deltas(first));
             pieces.extend(choice.push(event, &[], first.len(), &tokenizer).pieces);
             let event = end_with(FinishReason::Stop, answer_deltas(last));
             pieces.extend(choice.push(event, &[], text.len(), &tokenizer).pieces);
             assert_eq!(content_ids(&pieces), ids);
         }
+    }
+
+    /// The request ends the answer with a token that is not a control token, while the parser holds text back.
+    #[test]
+    fn a_token_that_the_request_stops_at_is_not_content() {
+        let tokenizer = demo();
+        let ids = tokenizer.encode("   ", ControlTokens::Text).unwrap();
+        let stop = tokenizer.encode("x", ControlTokens::Text).unwrap()[0];
+        let (mut choice, mut pieces) = (Choice::new(), Vec::new());
+        for &id in &ids {
+            pieces.extend(choice.push(token(id, Vec::new()), &[], 0, &tokenizer).pieces);
+        }
+        let logprobs = Some(TokenLogprobs { chosen: 0.0, top: Vec::new() });
+        let event = Event::Token { id: stop, deltas: Vec::new(), logprobs, is_requested_stop: true };
+        pieces.extend(choice.push(event, &[], 0, &tokenizer).pieces);
+        pieces.extend(choice.push(end_with(FinishReason::Stop, answer_deltas("   ")), &[], 3, &tokenizer).pieces);
+        assert_eq!(content_ids(&pieces), ids);
     }
 
     #[test]
@@ -401,7 +420,7 @@ mod tests {
             let start = parsed;
             parsed += tokenizer.table().bytes(id).len();
             let deltas = answer_deltas(kept.get(start..parsed).unwrap_or_default());
-            let event = Event::Token { id, deltas, logprobs: logprobs() };
+            let event = token(id, deltas);
             pieces.extend(choice.push(event, &[], parsed, &tokenizer).pieces);
         }
         pieces.extend(choice.push(end(FinishReason::Stop), &[], parsed, &tokenizer).pieces);
@@ -412,11 +431,11 @@ mod tests {
     fn arguments_are_sent_as_they_grow() {
         let (mut choice, tokenizer) = (Choice::new(), demo());
         let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, 0, &tokenizer).pieces);
-        assert_eq!(sent(token(), &[call("f", "")]), "0=f ");
-        assert_eq!(sent(token(), &[call("f", "{\"a")]), "0+{\"a ");
+        assert_eq!(sent(call_token(), &[call("f", "")]), "0=f ");
+        assert_eq!(sent(call_token(), &[call("f", "{\"a")]), "0+{\"a ");
         // In chat formats other than harmony, the function name is known only at the end of a call.
-        assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
-        assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
+        assert_eq!(sent(call_token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
+        assert_eq!(sent(call_token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
         let update = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("1+{} ", Some(Finish::ToolCalls)));
     }
@@ -434,7 +453,7 @@ mod tests {
     #[test]
     fn without_parallel_calls_the_answer_ends_after_the_first() {
         let (mut choice, tokenizer) = (Choice::new().with_parallel_calls(false), demo());
-        let update = choice.push(token(), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
+        let update = choice.push(call_token(), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.is_complete), ("0=f 0+{} ", true));
         let update = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("", Some(Finish::ToolCalls)));

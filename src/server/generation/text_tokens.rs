@@ -25,8 +25,9 @@ pub fn finite_logprob(logprob: f32) -> f32 {
 /// Then, if the text is on the answer channel, the stop filter decides whether the text may begin a stop string.
 #[derive(Default)]
 pub struct TextTokens {
-    /// Whether the tokens of the content include tokens without text.
-    keeps_all: bool,
+    /// `Some` if the tokens of the content include tokens without text: the tokens that were not sent yet.
+    /// The other lists are then empty.
+    all: Option<Vec<ScoredToken>>,
     /// The tokens whose text the parser holds back, and the tokens of headers and tags.
     unparsed: Vec<UnparsedToken>,
     /// The tokens whose text the stop filter holds back.
@@ -40,8 +41,8 @@ pub struct TextTokens {
 
 enum UnparsedToken {
     Text(PendingToken),
-    /// A control token. In harmony, it belongs to a header or ends a message. In other formats, it is a tag, or a token
-    /// that the parser drops.
+    /// A control token, or a stop token of the request. In harmony, a control token belongs to a header or ends a
+    /// message. In other formats, it is a tag, or a token that the parser drops.
     Control,
 }
 
@@ -67,7 +68,8 @@ struct ParsedText {
 }
 
 impl ParsedText {
-    /// `delivered` is the part of the text that the stop filter does not hold back.
+    /// `delivered` is the text of the delta. An answer delta can begin with text that has passed the parser earlier,
+    /// and can lack the end of the new text, which the stop filter holds back.
     fn new(channel: Channel, bytes: usize, delivered: &str) -> Self {
         let replaced = delivered.matches('\u{FFFD}').count();
         Self { channel, bytes, min_token_bytes: bytes.saturating_sub(2 * replaced).max(1) }
@@ -78,7 +80,7 @@ impl TextTokens {
     /// Creates the state of an answer that has no tokens yet. If `keeps_all`, the tokens of the content include tokens
     /// without text, such as stop tokens. Allowed only for an answer without a chat format.
     pub fn new(keeps_all: bool) -> Self {
-        Self { keeps_all, ..Self::default() }
+        Self { all: keeps_all.then(Vec::new), ..Self::default() }
     }
 
     /// Returns the number of tokens on the reasoning channel so far.
@@ -86,11 +88,15 @@ impl TextTokens {
         self.reasoning_tokens
     }
 
-    /// Adds a generated token.
-    pub fn push(&mut self, id: u32, logprobs: Option<TokenLogprobs>, tokenizer: &Tokenizer) {
-        if self.keeps_all || !tokenizer.is_control(id) {
-            self.unparsed.push(UnparsedToken::Text(PendingToken { id, logprobs }));
+    /// Adds a generated token. `has_text` is false for control tokens and for the stop tokens of the request.
+    pub fn push(&mut self, id: u32, logprobs: Option<TokenLogprobs>, has_text: bool) {
+        let token = PendingToken { id, logprobs };
+        if let Some(all) = &mut self.all {
+            all.extend(scored(token));
+        } else if has_text {
+            self.unparsed.push(UnparsedToken::Text(token));
         } else if matches!(self.unparsed.last(), Some(UnparsedToken::Text(_))) {
+            // The token only separates the text tokens before it from those after it, so one separator is enough.
             self.unparsed.push(UnparsedToken::Control);
         }
     }
@@ -100,7 +106,7 @@ impl TextTokens {
     /// `deltas` are the texts of the event, after the stop filter. Neighbors are on different channels.
     /// `answer_bytes` is the length of all answer text that has passed the parser so far.
     pub fn assign(&mut self, deltas: &[Delta], answer_bytes: usize, tokenizer: &Tokenizer) {
-        if self.keeps_all {
+        if self.all.is_some() {
             return;
         }
         let texts = self.parsed_texts(deltas, answer_bytes);
@@ -121,21 +127,22 @@ impl TextTokens {
 
     /// Returns the texts that have passed the parser with the last event, in order. None of them is empty.
     fn parsed_texts(&self, deltas: &[Delta], answer_bytes: usize) -> Vec<ParsedText> {
-        let new_answer_bytes = answer_bytes - self.parsed_bytes;
-        let answer = deltas.iter().rposition(|delta| delta.channel == Channel::Answer).unwrap_or(deltas.len());
-        // An answer delta can begin with text that has passed the parser earlier, and can lack text that has passed the
-        // parser with this event. The length of the answer text therefore comes from `answer_bytes`.
-        let bytes = |index, delta: &Delta| match delta.channel {
-            Channel::Answer if index == answer => new_answer_bytes,
-            Channel::Answer => 0,
-            _ => delta.text.len(),
+        let others = |deltas: &[Delta]| -> Vec<ParsedText> {
+            let others = deltas.iter().filter(|delta| delta.channel != Channel::Answer);
+            others.map(|delta| ParsedText::new(delta.channel, delta.text.len(), &delta.text)).collect()
         };
-        let parsed = |(index, delta): (usize, &Delta)| ParsedText::new(delta.channel, bytes(index, delta), &delta.text);
-        let mut texts: Vec<ParsedText> = deltas.iter().enumerate().map(parsed).collect();
-        if answer == deltas.len() {
-            texts.push(ParsedText::new(Channel::Answer, new_answer_bytes, ""));
+        // An answer delta can begin with text that has passed the parser earlier, and can lack text that has passed the
+        // parser with this event. The length of the answer text therefore comes from `answer_bytes`. The new text is in
+        // the last answer delta. If there is none, the stop filter holds all new answer text back.
+        let last = deltas.iter().rposition(|delta| delta.channel == Channel::Answer);
+        let (before, after) = deltas.split_at(last.unwrap_or(deltas.len()));
+        let mut texts = others(before);
+        let new_answer_bytes = answer_bytes - self.parsed_bytes;
+        if new_answer_bytes > 0 {
+            let delivered = after.first().map_or("", |delta| &delta.text);
+            texts.push(ParsedText::new(Channel::Answer, new_answer_bytes, delivered));
         }
-        texts.retain(|text| text.bytes > 0);
+        texts.extend(others(after));
         texts
     }
 
@@ -174,22 +181,17 @@ impl TextTokens {
     /// Returns the tokens of the next `bytes` bytes of answer text, which the client now receives.
     /// A token belongs to the text in which it begins. Omits tokens without log probabilities.
     pub fn release(&mut self, bytes: usize) -> Vec<ScoredToken> {
-        self.released_bytes += bytes;
-        if self.keeps_all {
-            return self.take_all();
+        if let Some(all) = &mut self.all {
+            return std::mem::take(all);
         }
+        self.released_bytes += bytes;
         let released = self.held.partition_point(|held| held.start < self.released_bytes);
         self.held.drain(..released).filter_map(|held| scored(held.token)).collect()
     }
 
     /// Returns the tokens without text that come after all text, if the answer keeps such tokens.
     pub fn finish(&mut self) -> Vec<ScoredToken> {
-        if self.keeps_all { self.take_all() } else { Vec::new() }
-    }
-
-    fn take_all(&mut self) -> Vec<ScoredToken> {
-        let text = |token| if let UnparsedToken::Text(token) = token { scored(token) } else { None };
-        self.unparsed.drain(..).filter_map(text).collect()
+        self.all.as_mut().map(std::mem::take).unwrap_or_default()
     }
 }
 
