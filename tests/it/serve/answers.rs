@@ -204,6 +204,19 @@ fn completions_continue_texts_and_token_ids() {
         assert_eq!(logprobs[name].as_array().unwrap().len(), 8, "{name}");
     }
 
+    // A stop string that begins like the end of a token holds this end back, but does not move any token.
+    let tokens = logprobs["tokens"].as_array().unwrap();
+    let tokens: Vec<&str> = tokens.iter().map(|token| token.as_str().unwrap()).collect();
+    let long = tokens[..7].iter().find(|token| token.chars().count() > 1).unwrap();
+    let stop = format!("{}#", long.chars().last().unwrap());
+    let held = complete(json!({ "prompt": "The KV cache", "logprobs": 2, "stop": stop }));
+    assert_eq!(held["choices"][0]["logprobs"]["text_offset"], logprobs["text_offset"], "{tokens:?}");
+    let mut characters = 0;
+    for (token, offset) in tokens.iter().zip(logprobs["text_offset"].as_array().unwrap()) {
+        assert_eq!(*offset, characters, "{tokens:?}");
+        characters += token.chars().count();
+    }
+
     let body = json!({ "prompt": "The KV cache", "temperature": 0, "max_tokens": 8, "echo": true, "stream": true });
     let events = server.post("/v1/completions", &body).events();
     let streamed: String = events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect();

@@ -79,6 +79,9 @@ struct Texts {
     echoes: Vec<Option<String>>,
     /// For each choice, the length of its text so far in characters.
     offsets: Vec<usize>,
+    /// For each choice, the offset at which the text of its last listed token ends, in characters. It is after the text
+    /// so far if the stop filter holds back the end of the token.
+    token_ends: Vec<usize>,
     has_logprobs: bool,
 }
 
@@ -87,7 +90,8 @@ impl Texts {
     /// `choices` is the number of answers to each prompt.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
-        Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }
+        let zeros = || vec![0; echoes.len()];
+        Self { offsets: zeros(), token_ends: zeros(), echoes, has_logprobs }
     }
 
     /// Returns the next part of a choice, made from `update`. The first part starts with the prompt to repeat, if any.
@@ -105,7 +109,8 @@ impl Texts {
         for piece in update.pieces {
             let AnswerPiece::Content(content, tokens) = piece else { continue };
             if let Some(logprobs) = &mut logprobs {
-                logprobs.extend(&tokens, self.offsets[index], tokenizer);
+                let start = self.token_ends[index].max(self.offsets[index]);
+                self.token_ends[index] = logprobs.extend(&tokens, start, tokenizer);
             }
             self.offsets[index] += content.chars().count();
             text.push_str(&content);

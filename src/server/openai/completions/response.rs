@@ -62,12 +62,14 @@ impl Serialize for Alternatives {
 }
 
 impl Logprobs {
-    /// Adds the log probabilities of generated tokens. The text of these tokens starts at character `offset`.
-    pub fn extend(&mut self, tokens: &[ScoredToken], mut offset: usize, tokenizer: &Tokenizer) {
+    /// Adds the log probabilities of generated tokens, whose text starts at character `offset`.
+    /// Returns the offset at which the text of these tokens ends.
+    pub fn extend(&mut self, tokens: &[ScoredToken], mut offset: usize, tokenizer: &Tokenizer) -> usize {
         for token in tokens {
             self.push(token.id, Some(&token.logprobs), offset, tokenizer);
-            offset += text_of(token.id, tokenizer).chars().count();
+            offset += begun_characters(&tokenizer.table().bytes(token.id));
         }
+        offset
     }
 
     /// Adds the log probabilities of prompt tokens. `echo` is the text of the prompt.
@@ -102,6 +104,11 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
     String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned()
 }
 
+/// Returns the number of characters that begin in `bytes`, which may begin or end inside a character.
+fn begun_characters(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|&&byte| byte & 0xC0 != 0x80).count()
+}
+
 /// Returns the character offset at which each prompt token starts in `echo`, the text of the prompt.
 ///
 /// `echo` may lack the control token at the start of the prompt, and the space that a tokenizer puts before the text.
@@ -116,8 +123,7 @@ fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize>
             [b' ', token @ ..] if rest.starts_with(token) => token.len(),
             token => token.len().min(rest.len()),
         };
-        // Count only the first byte of each character.
-        characters += rest[..length].iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
+        characters += begun_characters(&rest[..length]);
         byte += length;
     }
     offsets
