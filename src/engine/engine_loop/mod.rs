@@ -265,10 +265,11 @@ impl EngineLoop {
                 Job::Sequences(mut sequences) => {
                     let (id, arrival) = (self.next_id, self.clock_start.elapsed());
                     self.next_id += sequences.len() as SequenceId;
+                    let prompt = Sequence::take_prompt(&mut sequences);
                     let Some(first) = sequences.first_mut() else { continue };
                     self.scheduler.submit(NewSequence {
                         id,
-                        prompt: first.take_prompt(),
+                        prompt,
                         cache_salt: first.cache_salt.take(),
                         prompt_parts: first.prompt_parts,
                         computes_whole_prompt: first.prompt_scores.is_some(),

@@ -165,7 +165,7 @@ impl EngineHandle {
             streams.push(stream.with_record(record.clone()).with_scored_prompt(prompt));
             options.sampling.seed = options.sampling.seed.wrapping_add(1);
         }
-        // With one answer, its sequence is then the only owner of the prompt, so the engine thread need not copy it.
+        // The sequences are then the only owners of the prompt, so the engine thread need not copy it.
         drop(ids);
         let count = streams.len() as u64;
         stats::add(&counters.waiting, count);

@@ -92,10 +92,13 @@ impl Sequence {
         Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
     }
 
-    /// Moves the prompt out of the sequence. Later calls return an empty list.
-    /// Copies the prompt only if other sequences of the request share it.
-    pub fn take_prompt(&mut self) -> Vec<u32> {
-        Arc::unwrap_or_clone(std::mem::take(&mut self.prompt))
+    /// Moves the prompt out of the sequences of a request, which share it. Later calls return an empty list.
+    pub fn take_prompt(sequences: &mut [Sequence]) -> Vec<u32> {
+        let mut prompts = sequences.iter_mut().map(|sequence| std::mem::take(&mut sequence.prompt));
+        let prompt = prompts.next().unwrap_or_default();
+        // Drop all other references first. The list is then moved, not copied.
+        prompts.for_each(drop);
+        Arc::unwrap_or_clone(prompt)
     }
 
     /// Returns whether the client needs no more tokens, because it has canceled the request, dropped its stream,
