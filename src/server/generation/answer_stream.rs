@@ -11,18 +11,18 @@ use crate::tokenizer::Tokenizer;
 /// One answer: the stream of its events, and the state that converts events to pieces of text and tool calls.
 pub struct AnswerStream {
     pub stream: RequestStream,
-    choice: Choice,
-    last_token: Option<Instant>,
-    recorded: RecordedAnswer,
     /// The summary of the answer. `None` until the answer has ended.
     pub summary: Option<Box<Summary>>,
     /// The finish reason in the response. `None` until the answer has ended.
     pub finish: Option<Finish>,
+    choice: Choice,
+    last_token: Option<Instant>,
+    recorded: RecordedAnswer,
 }
 
 impl AnswerStream {
     pub fn new(stream: RequestStream, choice: Choice) -> Self {
-        Self { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None, finish: None }
+        Self { stream, summary: None, finish: None, choice, last_token: None, recorded: RecordedAnswer::default() }
     }
 
     /// Converts an event to an update of the answer. Adds the event to the metrics and to the record of the answer.
