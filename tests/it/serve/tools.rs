@@ -119,3 +119,26 @@ fn tools_with_an_effect_are_not_named() {
         assert!(response.text().contains("get_weather"), "{path}: {}", response.text());
     }
 }
+
+/// The request stops at a token that is not a control token. The parser then still holds back whitespace, because
+/// `<think>` may follow.
+#[test]
+fn logprobs_lack_the_token_at_which_the_request_stops() {
+    let (_folder, server) = start(WITHOUT_TOOLS, &[]);
+    let id = |text: &str| {
+        let tokens = server.post("/tokenize", &json!({ "prompt": text, "add_special_tokens": false })).ok();
+        let tokens = tokens["tokens"].as_array().unwrap().clone();
+        assert_eq!(tokens.len(), 1, "{text:?}");
+        tokens[0].as_u64().unwrap()
+    };
+    let (space, stop) = (id(" "), id("x"));
+    // `min_tokens` excludes the stop token from the first three tokens. After them, it has the larger bias.
+    let body = json!({ "messages": [{ "role": "user", "content": "Hi" }], "temperature": 0, "logprobs": true,
+        "logit_bias": { space.to_string(): 50, stop.to_string(): 100 }, "stop_token_ids": [stop], "min_tokens": 3 });
+    let answer = server.post("/v1/chat/completions", &body).ok();
+    let choice = &answer["choices"][0];
+    assert_eq!((&choice["message"]["content"], &choice["finish_reason"]), (&json!("   "), &json!("stop")));
+    let entries = choice["logprobs"]["content"].as_array().unwrap();
+    let tokens: Vec<&Value> = entries.iter().map(|entry| &entry["token"]).collect();
+    assert_eq!(tokens, [" ", " ", " "], "{answer}");
+}
