@@ -148,6 +148,32 @@ impl AttentionCase {
     }
 }
 
+/// How an attention pass computes its output: options of [`AttentionInputs`], and the backend.
+#[derive(Clone, Copy)]
+struct AttentionOptions<'t> {
+    mask: AttentionMask,
+    sinks: Option<&'t Tensor>,
+    sum_order: SumOrder,
+    backend: AttentionBackend,
+}
+
+/// Runs attention for sequences with the new tokens `spans` and the block tables `tables`.
+/// Each span has a number of tokens, and the position of the first one.
+fn run_attention(
+    q: &Tensor,
+    layer: CachedLayer,
+    spans: &[(usize, usize)],
+    tables: &[Vec<u32>],
+    options: AttentionOptions,
+) -> Tensor {
+    let AttentionOptions { mask, sinks, sum_order, backend } = options;
+    let queries = Queries::new(spans, q.device()).unwrap();
+    let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+    let blocks = PassBlocks::new(&queries, &tables, layer.k.dim(0).unwrap() / BLOCK_TOKENS, q.device()).unwrap();
+    let inputs = AttentionInputs { q, layer, queries: &queries, blocks: &blocks, sinks, mask, sum_order };
+    attention(inputs, backend).unwrap()
+}
+
 /// Runs a case on `device` with every backend that supports it, and compares the outputs with the CPU reference.
 pub fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap: Option<f32>) {
     let &AttentionCase { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
@@ -171,20 +197,8 @@ pub fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, soft
     let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
     let sinks = has_sinks.then(|| noise.tensor(&[heads], DType::F32));
     let run = |q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, backend| {
-        let queries = Queries::new(spans, q.device()).unwrap();
-        let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
-        let pass_blocks = PassBlocks::new(&queries, &tables, blocks, q.device()).unwrap();
-        let layer = CachedLayer { k, v };
-        let inputs = AttentionInputs {
-            q,
-            layer,
-            queries: &queries,
-            blocks: &pass_blocks,
-            sinks,
-            mask,
-            sum_order: SumOrder::Fastest,
-        };
-        attention(inputs, backend).unwrap()
+        let options = AttentionOptions { mask, sinks, sum_order: SumOrder::Fastest, backend };
+        run_attention(q, CachedLayer { k, v }, spans, &tables, options)
     };
     let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
     let sinks = sinks.map(|sinks| to_device(&sinks, device, DType::F32));
@@ -312,27 +326,16 @@ fn attention_of_a_batch_equals_attention_of_its_sequences() {
     let k = noise.tensor(&[blocks * BLOCK_TOKENS, 2, 8], DType::F32);
     let v = noise.tensor(&[blocks * BLOCK_TOKENS, 2, 8], DType::F32);
     let q = noise.tensor(&[70, 4, 8], DType::F32);
-    let run = |q: &Tensor, spans: &[(usize, usize)], tables: &[&[u32]]| {
-        let queries = Queries::new(spans, &Device::Cpu).unwrap();
-        let pass_blocks = PassBlocks::new(&queries, tables, blocks, &Device::Cpu).unwrap();
+    let run = |q: &Tensor, spans: &[(usize, usize)], tables: &[Vec<u32>]| {
         let mask = AttentionMask { window: Some(50), scale: 0.3, softcap: None };
-        let layer = CachedLayer { k: &k, v: &v };
-        let inputs = AttentionInputs {
-            q,
-            layer,
-            queries: &queries,
-            blocks: &pass_blocks,
-            sinks: None,
-            mask,
-            sum_order: SumOrder::Fastest,
-        };
-        attention(inputs, AttentionBackend::Auto).unwrap()
+        let (sum_order, backend) = (SumOrder::Fastest, AttentionBackend::Auto);
+        let options = AttentionOptions { mask, sinks: None, sum_order, backend };
+        run_attention(q, CachedLayer { k: &k, v: &v }, spans, tables, options)
     };
-    let all: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
-    let batched = run(&q, &spans, &all);
+    let batched = run(&q, &spans, &tables);
     let mut first = 0;
-    for (&(tokens, position), table) in spans.iter().zip(&all) {
-        let alone = run(&q.narrow(0, first, tokens).unwrap().contiguous().unwrap(), &[(tokens, position)], &[*table]);
+    for (&(tokens, position), table) in spans.iter().zip(tables.chunks(1)) {
+        let alone = run(&q.narrow(0, first, tokens).unwrap().contiguous().unwrap(), &[(tokens, position)], table);
         assert_close("a sequence", &batched.narrow(0, first, tokens).unwrap(), &alone, 0.0);
         first += tokens;
     }
@@ -380,20 +383,11 @@ fn attention_in_fixed_order_does_not_depend_on_other_sequences((case, dtype): (H
         (tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]), tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]));
     let mask = AttentionMask { window, scale: 0.1, softcap: None };
     let run = |first: usize, count: usize| {
-        let queries = Queries::new(&spans[first..first + count], &device).unwrap();
-        let tables: Vec<&[u32]> = tables[first..first + count].iter().map(Vec::as_slice).collect();
-        let blocks = PassBlocks::new(&queries, &tables, blocks, &device).unwrap();
+        let range = first..first + count;
         let q = q.narrow(0, first, count).unwrap().force_contiguous().unwrap();
-        let inputs = AttentionInputs {
-            q: &q,
-            layer: CachedLayer { k: &k, v: &v },
-            queries: &queries,
-            blocks: &blocks,
-            sinks: None,
-            mask,
-            sum_order: SumOrder::Fixed,
-        };
-        attention(inputs, AttentionBackend::Auto).unwrap()
+        let (sum_order, backend) = (SumOrder::Fixed, AttentionBackend::Auto);
+        let options = AttentionOptions { mask, sinks: None, sum_order, backend };
+        run_attention(&q, CachedLayer { k: &k, v: &v }, &spans[range.clone()], &tables[range], options)
     };
     let all = run(0, 64);
     for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40)]) {
