@@ -67,37 +67,45 @@ impl TenantStore {
         Self { store, tenant }
     }
 
-    fn with<T>(&self, call: impl FnOnce(&mut Responses) -> T) -> T {
-        let (mut tenants, now) = (self.store.lock(), Instant::now());
+    /// Removes expired responses. Then, calls `call` with the responses of this tenant and the current time.
+    fn with<T>(&self, call: impl FnOnce(&mut Responses, Instant) -> T) -> T {
+        self.with_time(Instant::now(), call)
+    }
+
+    /// Like [`with`](Self::with), for tests that choose the current time.
+    fn with_time<T>(&self, now: Instant, call: impl FnOnce(&mut Responses, Instant) -> T) -> T {
+        let mut tenants = self.store.lock();
+        // Look at all tenants, because the responses of a tenant that sends no more requests must expire too.
+        // If nothing has expired, `evict` looks only at the oldest response of each tenant.
         tenants.values_mut().for_each(|responses| responses.evict(now));
-        call(tenants.entry(self.tenant).or_default())
+        call(tenants.entry(self.tenant).or_default(), now)
     }
 
     /// Stores a response.
     pub fn insert(&self, response: StoredResponse) {
-        self.with(|responses| responses.insert(response, Instant::now()));
+        self.with(|responses, now| responses.insert(response, now));
     }
 
     /// Returns a stored response, or `None` if no response with this id is stored.
     pub fn get(&self, id: &str) -> Option<Arc<StoredResponse>> {
-        self.with(|responses| responses.get(id, Instant::now()))
+        self.with(|responses, now| responses.get(id, now))
     }
 
     /// Returns an item of a stored response, or `None` if the item is not stored.
     /// If several responses have the item, it is found only while the latest of these responses is stored.
     pub fn item(&self, id: &str) -> Option<Arc<Item>> {
-        self.with(|responses| responses.item(id, Instant::now()))
+        self.with(|responses, now| responses.item(id, now))
     }
 
     /// Returns the conversation up to the end of a response.
     /// If this response or an earlier one is not stored, returns the id of the missing response as the error.
     pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
-        self.with(|responses| responses.conversation(id, Instant::now()))
+        self.with(|responses, now| responses.conversation(id, now))
     }
 
     /// Deletes a stored response. Returns false if no response with this id was stored.
     pub fn remove(&self, id: &str) -> bool {
-        self.with(|responses| responses.remove(id))
+        self.with(|responses, _| responses.remove(id))
     }
 
     /// Lists a response as in progress until the returned guard is dropped. `output` collects its output items.
@@ -105,7 +113,7 @@ impl TenantStore {
     pub fn start(&self, object: &ResponseObject, output: &Arc<Mutex<Output>>) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
         let running = Running { object: object.clone(), output: output.clone(), cancel: Some(sender) };
-        self.with(|responses| responses.running.insert(object.id.clone(), running));
+        self.with(|responses, _| responses.running.insert(object.id.clone(), running));
         let store = TenantStore { store: self.store.clone(), tenant: self.tenant };
         (RunningGuard { store, id: object.id.clone() }, receiver)
     }
@@ -114,9 +122,9 @@ impl TenantStore {
     ///
     /// One lock covers both lookups. Otherwise, a response that ends between them would not be found.
     pub fn object(&self, id: &str) -> Option<ResponseObject> {
-        self.with(|responses| {
+        self.with(|responses, now| {
             // For a short time, a response that has ended is both stored and listed as in progress.
-            if let Some(ended) = responses.get(id, Instant::now()) {
+            if let Some(ended) = responses.get(id, now) {
                 return Some(ended.object.clone());
             }
             responses.running.get(id).map(Running::snapshot).filter(|object| object.settings.store)
@@ -125,8 +133,8 @@ impl TenantStore {
 
     /// Cancels a response in progress and returns it. If the response has ended and is stored, returns it unchanged.
     pub fn cancel(&self, id: &str) -> Option<ResponseObject> {
-        self.with(|responses| {
-            if let Some(ended) = responses.get(id, Instant::now()) {
+        self.with(|responses, now| {
+            if let Some(ended) = responses.get(id, now) {
                 return Some(ended.object.clone());
             }
             let running = responses.running.get_mut(id)?;
@@ -164,7 +172,7 @@ impl RunningGuard {
 
 impl Drop for RunningGuard {
     fn drop(&mut self) {
-        self.store.with(|responses| responses.running.remove(&self.id));
+        self.store.with(|responses, _| responses.running.remove(&self.id));
     }
 }
 
@@ -200,13 +208,11 @@ impl Responses {
 
     /// Returns a stored response and marks it as recently used.
     fn get(&mut self, id: &str, now: Instant) -> Option<Arc<StoredResponse>> {
-        self.evict(now);
         self.touch(id, now);
         self.ended.get(id).map(|entry| entry.response.clone())
     }
 
     fn item(&mut self, id: &str, now: Instant) -> Option<Arc<Item>> {
-        self.evict(now);
         let (response, index) = self.items.get(id)?.clone();
         self.get(&response, now)?.items().nth(index).cloned()
     }
@@ -245,11 +251,12 @@ impl Responses {
 
     /// Removes expired responses. Then, removes the least recently used responses while the memory limit is exceeded.
     fn evict(&mut self, now: Instant) {
-        while let Some(oldest) = self.order.values().next().cloned() {
-            let is_old = self.ended.get(&oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);
+        while let Some(oldest) = self.order.values().next() {
+            let is_old = self.ended.get(oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);
             if !is_old && self.bytes <= MAX_BYTES {
                 break;
             }
+            let oldest = oldest.clone();
             self.remove(&oldest);
         }
     }
@@ -382,15 +389,34 @@ mod tests {
 
     #[test]
     fn responses_expire_after_their_last_use() {
-        let (mut responses, now) = (Responses::default(), Instant::now());
-        let (used, unused) =
-            (insert(&mut responses, None, item("a", 1), now), insert(&mut responses, None, item("b", 1), now));
+        let (store, now) = (TenantStore::new(Arc::default(), Tenant::default()), Instant::now());
+        let insert_item = |id| store.with_time(now, |responses, now| insert(responses, None, item(id, 1), now));
+        let (used, unused) = (insert_item("a"), insert_item("b"));
+        let is_stored = |id: &str, now| store.with_time(now, |responses, now| responses.get(id, now).is_some());
         let later = now + MAX_AGE;
-        assert!(responses.get(&used, later).is_some());
+        assert!(is_stored(&used, later));
         let last = later + Duration::from_secs(1);
-        assert!(responses.get(&unused, last).is_none() && responses.item("b", last).is_none());
-        assert!(responses.get(&used, last).is_some());
-        assert!(responses.get(&used, last + MAX_AGE + Duration::from_secs(1)).is_none());
-        assert!(is_empty(&responses));
+        assert!(!is_stored(&unused, last));
+        assert!(store.with_time(last, |responses, now| responses.item("b", now).is_none()));
+        assert!(is_stored(&used, last));
+        assert!(!is_stored(&used, last + MAX_AGE + Duration::from_secs(1)));
+        assert!(store.with_time(last, |responses, _| is_empty(responses)));
+    }
+
+    #[test]
+    fn tenants_do_not_evict_each_others_responses() {
+        let (store, now) = (Arc::<Store>::default(), Instant::now());
+        let [quiet, busy] = [0, 1].map(|index| TenantStore::new(store.clone(), Tenant::new(index)));
+        let insert_into = |tenant: &TenantStore, bytes| {
+            tenant.with_time(now, |responses, now| insert(responses, None, item("a", bytes), now))
+        };
+        let kept = insert_into(&quiet, MAX_BYTES / 2);
+        let evicted = insert_into(&busy, MAX_BYTES / 2);
+        insert_into(&busy, MAX_BYTES / 2);
+        assert!(quiet.get(&kept).is_some() && busy.get(&kept).is_none());
+        assert!(busy.get(&evicted).is_none());
+        // A call of one tenant also removes the expired responses of the other tenant.
+        busy.with_time(now + 2 * MAX_AGE, |_, _| ());
+        assert!(is_empty(&store.lock()[&quiet.tenant]));
     }
 }
