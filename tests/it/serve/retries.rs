@@ -19,18 +19,24 @@ fn long() -> Value {
 }
 
 /// Sends a request, and closes the connection while the answer is being generated.
-/// Waits until the server has noticed the loss. Returns the time of the loss, which is before the server noticed it.
+/// Waits until the server has canceled the answer, or keeps it for a retry. Returns the time of the loss.
 fn lose(server: &Server, headers: &[(&str, &str)], body: &Value) -> Instant {
     let mut stream = server.connect();
     let request_headers = [&[JSON], headers].concat();
     stream.write_all(&request("POST", PATH, &request_headers, body.to_string().as_bytes())).unwrap();
     server.wait("the request is running", |server| server.metric_with(headers, "inferno_num_requests_running") == 1.0);
+    if body["stream"] == true {
+        // The server cancels the answer only if its stream has begun, so wait for the first byte.
+        stream.read_exact(&mut [0]).unwrap();
+    }
     let lost = Instant::now();
     // The server closes its side of the connection as soon as it notices that the client has closed the other side.
     stream.shutdown(Shutdown::Write).unwrap();
     stream.read_to_end(&mut Vec::new()).unwrap();
-    // The server closes the connection a moment before it stores the answer for a retry.
-    std::thread::sleep(Duration::from_millis(100));
+    // The server counts the connection as open until it has canceled the answer or kept it for a retry.
+    // The connection of the metrics request is then the only open one.
+    let open = |server: &Server| server.metric_with(headers, "inferno_open_connections");
+    server.wait("the server has dropped the connection", |server| open(server) == 1.0);
     lost
 }
 
@@ -90,17 +96,20 @@ fn streams_and_requests_of_other_clients_are_canceled_at_once() {
     let server = Server::start(&[]);
     let (first, retry) = ([("x-stainless-retry-count", "0")], [("x-stainless-retry-count", "1")]);
     for (headers, is_stream) in [(&first[..], false), (&first, true), (&retry, true), (&[], false)] {
-        // After a lost connection, an answer that waits for a retry would run for 2 more seconds.
-        // On a busy machine, even an immediate cancellation can take this long, so try up to five times.
-        let is_canceled_at_once = || {
-            let canceled = server.metric("inferno_canceled_sequences_total");
-            let lost = lose(&server, headers, &endless(is_stream));
-            server.wait_until_idle();
-            let elapsed = lost.elapsed();
-            assert_eq!(server.metric("inferno_canceled_sequences_total"), canceled + 1.0, "{headers:?}: not canceled");
-            elapsed < Duration::from_millis(1900)
+        let metrics = || {
+            let names = ["inferno_canceled_sequences_total", "inferno_generation_tokens_total"];
+            names.map(|name| server.metric(name))
         };
-        assert!((0..5).any(|_| is_canceled_at_once()), "{headers:?}, stream: {is_stream}: not canceled at once");
+        let [canceled, _] = metrics();
+        lose(&server, headers, &endless(is_stream));
+        let [_, tokens] = metrics();
+        server.wait_until_idle();
+        let [canceled_at_end, tokens_at_end] = metrics();
+        assert_eq!(canceled_at_end, canceled + 1.0, "{headers:?}, stream: {is_stream}: not canceled");
+        // The step in progress and one queued step may still add a token each.
+        // An answer that waits for a retry would run for 2 more seconds.
+        let late = tokens_at_end - tokens;
+        assert!(late <= 2.0, "{headers:?}, stream: {is_stream}: {late} tokens were generated after the loss");
     }
     // Requests with a retry count must also have a valid content type and body.
     let headers = [("Content-Type", "text/plain"), ("x-stainless-retry-count", "0")];
