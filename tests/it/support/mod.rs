@@ -52,8 +52,8 @@ pub struct GoldenModel {
     /// Whether the model has a router, which chooses the experts of each token.
     /// Rounding can change the choice in a near tie.
     pub has_router: bool,
-    /// Whether the tests allow the decode graph to choose other experts than the eager decoder.
-    /// The graph and the eager decoder round differently, which can change the choice in a near tie.
+    /// Whether the decode graph can choose other experts than the eager decoder in a near tie,
+    /// because the two round the input of the router differently.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
     pub can_graph_choose_other_experts: bool,
 }
