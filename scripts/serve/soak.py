@@ -196,7 +196,7 @@ def soak(options, report):
     seconds = 15 if options.short else options.minutes * 60
     peak_s = 6 if options.short else 20
     running = options.soak_sequences
-    # Use several client processes: one process sent at most 346 requests/s (2026-11-27, docs/reliability-history.md).
+    # Use several client processes: one process sent at most 346 requests/s (2026-11-27, docs/history/reliability.md).
     processes = max(1, min(8, (os.cpu_count() or 1) // 4))
     flags = ["--max-sequences", str(running), "--queue", str(8 * running), "--queue-timeout", str(QUEUE_SECONDS)]
     with Server(options, *flags, "--write-timeout", "5") as server:

@@ -5,7 +5,7 @@
 //! Threads of one process wait for each other in the driver's allocator, even if each thread uses a different GPU.
 //! An allocation, a kernel launch and a free together take 5 µs if one thread uses one H100.
 //! They take 41 µs in each of four threads that use one H100 each. The launch alone takes 3.4 and 4.3 µs.
-//! The times are from 2026-11-27: see "Allocation on several GPUs" in docs/benchmark-history.md.
+//! The times are from 2026-11-27: see "Allocation on several GPUs" in docs/history/benchmarks.md.
 //!
 //! candle cannot use another allocator.
 //! [`libraries`](super::libraries) therefore makes candle call the functions in this file instead of the driver's.

@@ -51,7 +51,7 @@ pub struct LoadOptions<'o> {
     /// On a CPU, queuing gains nothing, because a step runs as soon as it is queued.
     pub queue_steps: Option<bool>,
     /// Whether to load the kernels of dense matrix products before the first request. The default is `false`.
-    /// If true, loading takes longer: for gpt-oss-20b on an H200, 0.3 s (see docs/benchmark-history.md).
+    /// If true, loading takes longer: for gpt-oss-20b on an H200, 0.3 s (see docs/history/benchmarks.md).
     /// If false, the first steps with a new number of tokens can wait until cuBLASLt has loaded a kernel.
     pub warm_up: bool,
     /// The attention kernel. Loading fails if the device or the model does not support the kernel.

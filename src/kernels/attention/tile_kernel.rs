@@ -31,11 +31,11 @@ const MIN_SHARED_PERCENT: usize = 75;
 
 /// In a large batch without a small sliding window, a kernel with smaller key tiles is chosen if the batch has at least
 /// this percentage of the thread blocks that fit on the GPU. With 64 sequences of 600 keys, smaller tiles took 23 µs
-/// instead of 25, and with 128 sequences 43 µs instead of 45 (H200, 2026-11-29, `docs/benchmark-history.md`).
+/// instead of 25, and with 128 sequences 43 µs instead of 45 (H200, 2026-11-29, `docs/history/benchmarks.md`).
 const FULL_GPU_PERCENT: usize = 90;
 
 /// The minimum number of keys per partition in a small batch. One sequence decoded 726, 711 and 704 tokens/s after
-/// 1,024 tokens with at least 128, 512 and 1,024 keys per partition (H200, 2026-11-29, `docs/benchmark-history.md`).
+/// 1,024 tokens with at least 128, 512 and 1,024 keys per partition (H200, 2026-11-29, `docs/history/benchmarks.md`).
 const FEW_PARTITION_KEYS: usize = 128;
 
 /// The minimum number of keys per partition in a large batch.

@@ -1,7 +1,7 @@
 //! Products of f32 matrices with few weight rows, such as routers, on tensor cores (`f32_few_rows.cu`).
 //!
 //! cuBLAS could compute these products, but loading its f32 kernels would delay the first prompt by about 0.1 s.
-//! On an H200, `f32_few_rows` was also faster than cuBLAS (2026-11-28, `docs/benchmark-history.md`).
+//! On an H200, `f32_few_rows` was also faster than cuBLAS (2026-11-28, `docs/history/benchmarks.md`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};

@@ -17,7 +17,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiproces
 /// `expert_few_pairs.cu` is used instead of `expert_mlp.cu` for at most this many pairs per expert on average.
 /// If a tile of the kernel has room for fewer than twice as many pairs, the limit is lower (see `choose`).
 ///
-/// On an H200, `expert_few_pairs.cu` was faster up to this limit (`docs/benchmark-history.md`, "Limits of the expert
+/// On an H200, `expert_few_pairs.cu` was faster up to this limit (`docs/history/benchmarks.md`, "Limits of the expert
 /// kernel for batches"). Since then, tensor maps have made `expert_mlp.cu` faster, so a lower limit may be better.
 /// On an H100, `expert_mlp.cu` was faster from 4 pairs per expert on (same page, "wgmma from six pairs per expert on").
 const FEW_PAIRS_PER_EXPERT: usize = 5;

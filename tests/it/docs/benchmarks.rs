@@ -105,11 +105,11 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         ("docs/benchmarks.md", format!("Llama-3.2-1B | {} | {}", small.speed("tg", 128, 0), prefill(&small))),
         ("docs/benchmarks.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
         ("docs/benchmarks.md", format!("Qwen3-30B-A3B with `--quantize q8_0` | {}", overview(&qwen_q8))),
-        ("docs/benchmark-history.md", format!("decode, empty context | {}", oss.speed("tg", 128, 0))),
-        ("docs/benchmark-history.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),
-        ("docs/benchmark-history.md", format!("prefill, 512 tokens | {}", oss.speed("pp", 512, 0))),
-        ("docs/benchmark-history.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
-        ("docs/benchmark-history.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
+        ("docs/history/benchmarks.md", format!("decode, empty context | {}", oss.speed("tg", 128, 0))),
+        ("docs/history/benchmarks.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),
+        ("docs/history/benchmarks.md", format!("prefill, 512 tokens | {}", oss.speed("pp", 512, 0))),
+        ("docs/history/benchmarks.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
+        ("docs/history/benchmarks.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
     ];
     // docs/benchmarks.md has a section for each GPU setup. Search each row only in its own section, because another
     // section may have the same row.
@@ -141,7 +141,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
 fn result_files_that_the_pages_name_exist() {
     let results = repository().join("benches/results");
     let mut count = 0;
-    for (name, folders) in [("benchmarks", &[""][..]), ("benchmark-history", &["", "older"])] {
+    for (name, folders) in [("benchmarks", &[""][..]), ("history/benchmarks", &["", "older"])] {
         let text = page(&format!("docs/{name}.md"));
         let is_file = |code: &&str| {
             code.starts_with("20") && code.contains("-nvidia-") && !code.contains("MODEL") && !code.contains(['*', ' '])
@@ -166,7 +166,7 @@ fn numbers(text: &str) -> BTreeSet<&str> {
 
 #[test]
 fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
-    let pages = ["benchmarks", "benchmark-history", "reliability", "reliability-history", "serving", "cli"];
+    let pages = ["benchmarks", "history/benchmarks", "reliability", "history/reliability", "serving", "cli"];
     let known = pages.map(|name| page(&format!("docs/{name}.md"))).concat();
     let known = numbers(&known);
     let tuning = page("docs/tuning.md");

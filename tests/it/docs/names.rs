@@ -1,7 +1,7 @@
 //! Tests that the source files, type members, modules, tests and link targets named in pages or comments exist.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use proc_macro2::TokenStream;
 use regex::Regex;
@@ -186,14 +186,13 @@ fn anchor(heading: &str) -> String {
 
 #[test]
 fn links_between_pages_have_targets() {
-    let mut pages = vec![PathBuf::from("README.md"), PathBuf::from("SECURITY.md"), PathBuf::from("deploy/README.md")];
-    let docs = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
-    pages.extend(
-        docs.map(|name| Path::new("docs").join(name)).filter(|path| path.extension().is_some_and(|e| e == "md")),
-    );
+    let mut pages = ["README.md", "CHANGELOG.md", "SECURITY.md", "deploy/README.md", "benches/results/README.md"]
+        .map(|name| repository().join(name))
+        .to_vec();
+    add_files(&repository().join("docs"), &["md"], &mut pages);
     let mut count = 0;
     for path in pages {
-        let text = page(path.to_str().unwrap());
+        let text = fs::read_to_string(&path).unwrap();
         for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
             if target.contains("://") || target.contains([' ', '\n']) {
                 continue;
@@ -201,9 +200,9 @@ fn links_between_pages_have_targets() {
             count += 1;
             let (file, fragment) = target.split_once('#').unwrap_or((target, ""));
             let file = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
-            assert!(repository().join(&file).exists(), "{} links to {target}, which does not exist", path.display());
+            assert!(file.exists(), "{} links to {target}, which does not exist", path.display());
             if !fragment.is_empty() && file.extension().is_some_and(|extension| extension == "md") {
-                let linked = page(file.to_str().unwrap());
+                let linked = fs::read_to_string(&file).unwrap();
                 let mut headings = linked.lines().filter(|line| line.starts_with('#')).map(anchor);
                 assert!(
                     headings.any(|heading| heading == fragment),
@@ -224,9 +223,10 @@ fn tests_that_the_docs_name_exist() {
     add_files(&repository().join("tests/it"), &["rs"], &mut files);
     add_files(&repository().join("src"), &["rs"], &mut files);
     let code: String = files.iter().map(|file| fs::read_to_string(file).unwrap()).collect();
-    let pages = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let mut pages = Vec::new();
+    add_files(&repository().join("docs"), &["md"], &mut pages);
     let mut names = Vec::new();
-    for path in pages.filter(|path| path.extension().is_some_and(|extension| extension == "md")) {
+    for path in pages {
         let text = fs::read_to_string(&path).unwrap().replace('\n', " ");
         let is_test = |name: &&str| {
             let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');

@@ -9,7 +9,7 @@ const SERVER_PAGES: [&str; 6] = [
     "docs/tuning.md",
     "docs/serving.md",
     "docs/reliability.md",
-    "docs/reliability-history.md",
+    "docs/history/reliability.md",
     "docs/troubleshooting.md",
     "docs/deploy.md",
 ];
