@@ -164,108 +164,108 @@ pub struct EngineBuilder<'o> {
 }
 
 impl<'o> EngineBuilder<'o> {
-    /// Sets [`LoadOptions::devices`] to one device.
+    /// Sets the device that runs the model ([`LoadOptions::devices`]).
     pub fn device(self, device: DeviceChoice) -> Self {
         self.devices(device.into())
     }
 
-    /// Sets [`LoadOptions::devices`]. Replaces the device that [`device`](Self::device) set.
+    /// Sets the devices that run the model together ([`LoadOptions::devices`]). Replaces an earlier choice.
     pub fn devices(mut self, devices: Devices) -> Self {
         self.options.devices = devices;
         self
     }
 
-    /// Sets [`LoadOptions::split`].
+    /// Sets how several devices divide the model ([`LoadOptions::split`]).
     pub fn split(mut self, split: Split) -> Self {
         self.options.split = split;
         self
     }
 
-    /// Sets [`LoadOptions::dtype`].
+    /// Sets the dtype of activations and of the KV cache ([`LoadOptions::dtype`]).
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.options.dtype = Some(dtype);
         self
     }
 
-    /// Sets [`LoadOptions::context`].
+    /// Sets the context length in tokens ([`LoadOptions::context`]).
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
     }
 
-    /// Sets [`LoadOptions::sequences`].
+    /// Sets how many sequences of full context length the KV cache can hold ([`LoadOptions::sequences`]).
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
     }
 
-    /// Sets [`LoadOptions::max_sequences`].
+    /// Sets the maximum number of sequences that run at once ([`LoadOptions::max_sequences`]).
     pub fn max_sequences(mut self, max_sequences: usize) -> Self {
         self.options.max_sequences = Some(max_sequences);
         self
     }
 
-    /// Sets [`LoadOptions::memory`].
+    /// Sets how much memory of each device the engine uses ([`LoadOptions::memory`]).
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
     }
 
-    /// Sets [`LoadOptions::chunk`].
+    /// Sets the prefill chunk size in tokens ([`LoadOptions::chunk`]).
     pub fn chunk(mut self, chunk: usize) -> Self {
         self.options.chunk = Some(chunk);
         self
     }
 
-    /// Sets [`LoadOptions::quantize`].
+    /// Quantizes floating-point weights during loading ([`LoadOptions::quantize`]).
     pub fn quantize(mut self, quantize: QuantizationTarget) -> Self {
         self.options.quantize = Some(quantize);
         self
     }
 
-    /// Sets [`LoadOptions::eager`].
+    /// Sets whether steps run without CUDA graphs ([`LoadOptions::eager`]).
     pub fn eager(mut self, eager: bool) -> Self {
         self.options.eager = eager;
         self
     }
 
-    /// Sets [`LoadOptions::deterministic`].
+    /// Sets whether answers must not depend on other requests ([`LoadOptions::deterministic`]).
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.options.deterministic = deterministic;
         self
     }
 
-    /// Sets [`LoadOptions::queue_steps`].
+    /// Sets whether a step can be queued before the previous step has ended ([`LoadOptions::queue_steps`]).
     pub fn queue_steps(mut self, queue_steps: bool) -> Self {
         self.options.queue_steps = Some(queue_steps);
         self
     }
 
-    /// Sets [`LoadOptions::warm_up`].
+    /// Sets whether loading also loads the kernels of dense matrix products ([`LoadOptions::warm_up`]).
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;
         self
     }
 
-    /// Sets [`LoadOptions::attention`].
+    /// Sets the attention kernel ([`LoadOptions::attention`]).
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self
     }
 
-    /// Sets [`LoadOptions::progress`].
+    /// Sets a function that is called while weights load ([`LoadOptions::progress`]).
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self
     }
 
-    /// Sets [`LoadOptions::on_device`].
+    /// Sets a function that is called when all devices are open ([`LoadOptions::on_device`]).
     pub fn on_device(mut self, on_device: &'o dyn Fn(&DeviceInfo)) -> Self {
         self.options.on_device = on_device;
         self
     }
 
-    /// Sets [`LoadOptions::check_language`].
+    /// Sets a function that can reject the tokenizer and the chat format ([`LoadOptions::check_language`]).
     pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
         self.options.check_language = check;
         self
