@@ -1,7 +1,32 @@
 //! inferno runs open-weight language models on one or more NVIDIA GPUs.
 //!
 //! [`hub::Hub`] finds a model, [`Engine::builder`] loads it, and [`EngineHandle::submit`] generates an answer.
-//! README.md and the folder `examples/` have complete programs.
+//! docs/library.md explains how to use the library, and the folder `examples/` has complete programs.
+//!
+//! # Stable API
+//!
+//! The stable API follows [semantic versioning](https://semver.org). Before version 1.0, only a new minor version, such
+//! as 0.2.0, can break programs that use it. The stable API consists of:
+//!
+//! - the types and functions at the root of the crate, such as [`Engine`], [`Request`], [`Error`] and [`init`]
+//! - the documented types in [`engine`] itself, such as [`engine::EngineBuilder`], [`engine::ModelInfo`] and [`engine::Summary`]
+//! - the modules [`error`] and [`hub`]
+//! - in [`chat`]: [`Message`](chat::Message), [`Role`](chat::Role), [`ToolCall`](chat::ToolCall),
+//!   [`RenderOptions`](chat::RenderOptions), [`ReasoningEffort`](chat::ReasoningEffort), [`today`](chat::today),
+//!   [`Rendered`](chat::Rendered), [`Channel`](chat::Channel), [`Delta`](chat::Delta) and
+//!   [`FormatViolations`](chat::FormatViolations)
+//! - in [`device`]: [`DeviceChoice`](device::DeviceChoice), [`Devices`](device::Devices), [`Split`](device::Split),
+//!   [`DeviceInfo`](device::DeviceInfo) and [`MAX_RANKS`](device::MAX_RANKS)
+//! - types of other modules that the items above use: [`AttentionBackend`](kernels::attention::AttentionBackend),
+//!   [`QuantizationTarget`](weights::quantized::QuantizationTarget), [`ExecutionMode`](runner::ExecutionMode),
+//!   [`NoDecodeGraph`](runner::NoDecodeGraph), [`Language`](language::Language) and
+//!   [`Tokenizer`](tokenizer::Tokenizer)
+//!
+//! Everything else is internal and can change in any release: it is public only for inferno's own program, tests,
+//! benchmarks and fuzz targets. Methods and fields with an internal type in their signature are internal too, such as
+//! [`EngineHandle::with_runner`].
+//!
+//! # Tensor shapes
 //!
 //! The tensor shapes in the documentation, such as `[tokens, hidden]`, use these names:
 //!

@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! The tensor operations that inferno implements itself, on CPUs and NVIDIA GPUs.
 //!
 //! Most operations have two source files:

@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! The model families: one file per family, and one entry in `FAMILIES` per `model_type`.
 
 mod config;

@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! The layers from which the model families build decoders. They run operation by operation, on any device.
 //! The decode graph runs fused kernels instead (`kernels::decode`).
 //!

@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Runs the steps of a model: forward passes, and the choice of the next tokens.
 //!
 //! On a GPU, decode steps usually run as CUDA graphs: the decode graph, which has fused kernels for a single sequence,
@@ -149,7 +150,7 @@ impl Runner {
         self.ranks.has_failed_rank()
     }
 
-    /// Returns the world of the first rank.
+    /// Returns the first rank's communicator: the number of ranks, and the connection to the other ranks.
     pub fn world(&self) -> &World {
         self.ranks.world()
     }

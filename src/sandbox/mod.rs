@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Runs the tokenizer and the chat template of a model in a sandbox process with limits on memory, CPU time and stack.
 //!
 //! Tokenizers and chat templates of downloaded models are untrusted.

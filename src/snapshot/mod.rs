@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Determines which files in a directory make up a model.
 //!
 //! A model's weights are one of the following:

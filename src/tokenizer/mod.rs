@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Encodes text to token ids and decodes token ids to text. The streaming decoder never splits a character.
 //!
 //! Tokenizers come from tokenizer.json or GGUF metadata, and use the `tokenizers` library from Hugging Face.

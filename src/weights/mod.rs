@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Opens checkpoints and loads their tensors by Hugging Face name.
 //! The dtype and shape of each tensor are checked before use.
 //!

@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! The ranks that run one model together, and the operations that exchange data between the ranks.
 //!
 //! By default, inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).

@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Allocates blocks of the KV cache to sequences, and reuses cached blocks if prompts start with the same tokens.
 //!
 //! All layers of a layer group have the same attention window. A sequence has one block table per layer group.

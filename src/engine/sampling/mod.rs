@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Sampling: chooses the next token of a sequence from logits.
 //!
 //! - `params`: the sampling parameters, and the table that defines them

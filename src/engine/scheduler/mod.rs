@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! Decides which tokens of which sequences each step computes.
 //!
 //! The scheduler works with token ids and block ids. It uses no device and reads no clock: the caller passes the time.

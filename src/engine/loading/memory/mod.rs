@@ -1,3 +1,4 @@
+//! [Internal](crate#stable-api): can change in any release.
 //! [`MemoryPlan`]: how much memory a model needs, computed from its config and weight headers.
 //!
 //! The loader makes the plan before it allocates memory for the model. `inferno show` prints the plan.
