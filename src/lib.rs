@@ -9,7 +9,8 @@
 //! as 0.2.0, can break programs that use it. The stable API consists of:
 //!
 //! - the types and functions at the root of the crate, such as [`Engine`], [`Request`], [`Error`] and [`init`]
-//! - the documented types in [`engine`] itself, such as [`engine::EngineBuilder`], [`engine::ModelInfo`] and [`engine::Summary`]
+//! - the documented types in [`engine`] itself, such as [`engine::EngineBuilder`], [`engine::ModelInfo`] and
+//!   [`engine::Summary`]
 //! - the modules [`error`] and [`hub`]
 //! - in [`chat`]: [`Message`](chat::Message), [`Role`](chat::Role), [`ToolCall`](chat::ToolCall),
 //!   [`RenderOptions`](chat::RenderOptions), [`ReasoningEffort`](chat::ReasoningEffort), [`today`](chat::today),

@@ -42,7 +42,7 @@ fn source_files_that_the_pages_and_comments_name_exist() {
         );
     };
     let (mut in_pages, mut in_comments) = (0, 0);
-    let pages = ["architecture", "scheduling", "several-gpus", "contributing", "unsafe"];
+    let pages = ["architecture", "scheduling", "several-gpus", "contributing", "library", "unsafe"];
     for name in pages.map(|page| format!("docs/{page}.md")).into_iter().chain(["README.md".to_string()]) {
         for path in named_source_files(&page(&name)) {
             in_pages += 1;
