@@ -101,10 +101,10 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
             let arguments =
                 Arguments::new().tensor(gate)?.optional(up)?.tensor(&out)?.int(count).int(activation.code());
             let kernel = format!("gated_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments)
-                .overlapping();
+            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: all tensors are contiguous (`Arguments::tensor` checks this) and hold `count` elements.
-            unsafe { launch.enqueue(device)? };
+            // Overlap: all threads call `pdl_wait` before they access device memory.
+            unsafe { launch.overlapping().enqueue(device)? };
             Ok(out)
         }
         _ => crate::kernels::unsupported("gated", gate),
@@ -139,10 +139,10 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
                 other => bail!("cannot compute gated_halves: x is {other:?}, expected F32 or {dtype:?}"),
             };
             let kernel = format!("gated_halves_{input}{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments)
-                .overlapping();
+            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.
-            unsafe { launch.enqueue(device)? };
+            // Overlap: all threads call `pdl_wait` before they access device memory.
+            unsafe { launch.overlapping().enqueue(device)? };
             Ok(out)
         }
         _ => crate::kernels::unsupported("gated_halves", x),

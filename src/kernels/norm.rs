@@ -91,10 +91,11 @@ pub fn add_norm(
                 .int(columns)
                 .float(eps);
             let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments)
-                .overlapping();
+            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments);
             // SAFETY: shapes and dtypes are checked above.
-            unsafe { launch.enqueue(device)? };
+            // Overlap: all threads call `pdl_wait`. Before, they read only `weight` and the bias of y, which no kernel
+            // writes after loading.
+            unsafe { launch.overlapping().enqueue(device)? };
             Ok((sum, normed))
         }
         _ => crate::kernels::unsupported("add_norm", x),

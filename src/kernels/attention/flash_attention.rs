@@ -113,8 +113,10 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
         // SAFETY: `launch` and `AttentionShape::of_inputs` have checked shapes and dtypes.
         // `PassBlocks::new` or `BatchGraph::next_inputs` has checked that the tables map positions to blocks of the
-        // cache. The previous kernel is `split_qkv` or the other attention launch. Neither writes data that an
-        // overlapping launch reads before `pdl_wait` (see `FlashAttention::launch`).
+        // cache.
+        // Overlap: the previous kernel is `split_qkv` or the other attention launch. Neither writes data that this
+        // kernel reads before `pdl_wait` (see `FlashAttention::launch`). Blocks that exit without `pdl_wait` write
+        // nothing.
         unsafe { flash.launch(&tensors)?.overlapping().enqueue(device)? };
     }
     Ok(())

@@ -289,11 +289,12 @@ mod with_cuda {
         let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);
         let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
         let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
-        let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
+        let launch = Launch::new(module!("rope"), kernel, shape, arguments);
         // SAFETY: `super::split_qkv` has checked shapes and dtypes. Its caller guarantees valid positions and slots:
         // `BatchGraph::next_inputs` checks them in batch graphs. In other passes, `Decoder::validate` and
         // `PassBlocks::new` check them.
-        unsafe { launch.enqueue(device)? };
+        // Overlap: all threads call `pdl_wait` before they access device memory.
+        unsafe { launch.overlapping().enqueue(device)? };
         Ok(q)
     }
 }

@@ -54,5 +54,6 @@ pub fn add_gate_up(
     let launch = Launch::new(module!("gate_up"), kernel, matvec_shape(buffers, rows, gate.weight), arguments);
     let bytes = gate.weight.bytes() + up.weight.bytes();
     // SAFETY: shapes and dtypes are checked above.
+    // Overlap: all threads call `pdl_wait`. Before, they read only weights, which no kernel writes after loading.
     unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }

@@ -57,6 +57,7 @@ pub fn add_head(
     let launch = Launch::new(module!("head"), kernel, head_shape(buffers, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
     // The grid has at most one block per multiprocessor, and `best` has room for one result per multiprocessor.
+    // Overlap: all threads call `pdl_wait`. Before, they read only weights, which no kernel writes after loading.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes())) }
 }
 
@@ -107,6 +108,7 @@ pub fn add_greedy_sampling(
         .float(embedding.scale);
     let kernel = format!("decode_greedy_{suffix}");
     // SAFETY: shapes are checked above. The embedding has a row for each token that the head can choose.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe {
         launches.add(Launch::new(
             module!("head"),
@@ -153,5 +155,6 @@ pub(super) fn add_quantized_embedding(
     let shape = LaunchShape::one_thread_each(columns.div_ceil(8));
     // SAFETY: the callers have checked the shape of the embedding: one row per token of the vocabulary, and one column
     // per element of `x`.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe { launches.add(Launch::new(module!("head"), "quantized_next", shape, arguments)) }
 }

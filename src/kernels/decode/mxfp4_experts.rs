@@ -77,6 +77,7 @@ pub fn add_mxfp4_gate_up(
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: the tiles, the bias and the number of chosen experts are checked above, so the kernel chooses only valid
     // expert ids. `ExpertBuffers::new` allocates the other buffers with the sizes of x and of the experts.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 
@@ -117,6 +118,8 @@ pub fn add_mxfp4_down(
     let launch = Launch::new(module!("mxfp4_experts"), "decode_down_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
+    // Overlap: all threads call `pdl_wait`. Before, they read only the weights, the biases, the router logits and the
+    // exchange state. The previous kernel, from `add_mxfp4_gate_up`, writes none of these.
     unsafe { launches.add(launch.with_bytes_moved(bytes))? };
     add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
 }

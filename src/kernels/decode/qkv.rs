@@ -126,6 +126,7 @@ pub fn add_qkv(
     // SAFETY: the shapes and dtypes are checked above, except the lengths of the RoPE tables and of the block table.
     // `DecodeGraph` runs a step only if these tables cover its position, and rejects blocks that are not in the cache.
     // `StepBuffers::new` created `x` and `state`.
+    // Overlap: all threads call `pdl_wait`. Before, they read only weights, which no kernel writes after loading.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
@@ -138,5 +139,6 @@ pub fn add_qkv(
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
     // SAFETY: as for the first launch. The buffer for unnormalized q and k and the QK norm weights are also
     // checked above.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

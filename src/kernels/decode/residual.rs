@@ -54,6 +54,8 @@ pub fn add_residual(
     let kernel = matvec_kernel(weight, &format!("residual_{}", dtype_suffix(y.dtype())?));
     let launch = Launch::new(module!("residual"), kernel, matvec_shape(buffers, rows, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
+    // Overlap: all threads call `pdl_wait`. Before, they read only the weight and the exchange state. The previous
+    // kernel writes neither (see `Sender` in `exchange.cuh`).
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(PostNorm { norm, unnormalized }) = post_norm else {
         return add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x);
@@ -64,6 +66,7 @@ pub fn add_residual(
         Arguments::new().tensor(&buffers.x)?.tensor(unnormalized)?.tensor(norm.weight)?.int(rows).float(norm.eps);
     // SAFETY: shapes and dtypes are checked above.
     // The kernel needs a hidden size that is a multiple of 4. `add_qkv` and `add_head` accept only multiples of 8.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe {
         launches.add(Launch::new(
             module!("residual"),

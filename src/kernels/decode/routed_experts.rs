@@ -43,6 +43,7 @@ pub fn add_routed_gate_up(
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 
@@ -80,6 +81,8 @@ pub fn add_routed_down(
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
+    // Overlap: all threads call `pdl_wait`. Before, they read only the weights, the router logits and the exchange
+    // state. The previous kernel, from `add_routed_gate_up`, writes none of these.
     unsafe { launches.add(launch.with_bytes_moved(bytes))? };
     add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
 }

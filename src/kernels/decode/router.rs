@@ -48,5 +48,6 @@ pub fn add_router(
     );
     // SAFETY: shapes and dtypes are checked above.
     // `ExpertBuffers::new` allocates `normed` with the size of x, and `normed_scale` with one element.
+    // Overlap: all threads call `pdl_wait`. Before, they read only weights, which no kernel writes after loading.
     unsafe { launches.add(launch.with_bytes_moved(bytes(weight))) }
 }

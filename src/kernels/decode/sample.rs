@@ -95,6 +95,7 @@ pub fn add_sample(
     let launch = Launch::new(module!("sample"), format!("decode_sample_{suffix}"), shape, arguments);
     // SAFETY: shapes are checked above.
     // The grid has at most one block per multiprocessor, so all blocks can run at the same time.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe { launches.add(launch.with_bytes_moved(bytes(&buffers.logits)))? };
     add_quantized_embedding(launches, buffers, embedding)
 }

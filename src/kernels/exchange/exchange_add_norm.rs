@@ -187,9 +187,10 @@ impl GpuExchange {
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, update.x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
         let kernel = if rounds { UpdateKernel::AllRowsRounded } else { UpdateKernel::AllRowsExact };
-        let launch = self.update_launch(kernel, update, &sum, &normed, 0..rows)?.overlapping();
+        let launch = self.update_launch(kernel, update, &sum, &normed, 0..rows)?;
         // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
-        unsafe { self.enqueue(launch)? };
+        // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
+        unsafe { self.enqueue(launch.overlapping())? };
         Ok(UpdatedResidual { x: sum, is_divided: false, normed })
     }
 
@@ -204,9 +205,10 @@ impl GpuExchange {
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, update.x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
         for range in ranges {
-            let launch = self.update_launch(UpdateKernel::OwnRows, update, &sum, &normed, range)?.overlapping();
+            let launch = self.update_launch(UpdateKernel::OwnRows, update, &sum, &normed, range)?;
             // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
-            unsafe { self.enqueue(launch)? };
+            // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
+            unsafe { self.enqueue(launch.overlapping())? };
         }
         Ok(Some(UpdatedResidual { x: sum, is_divided: true, normed }))
     }
@@ -311,10 +313,11 @@ impl GpuExchange {
                 .int(1)
                 .int(largest);
             let shape = self.shape(largest / 4);
-            let launch = Launch::new(module!("exchange_columns"), "exchange_columns_4", shape, arguments).overlapping();
+            let launch = Launch::new(module!("exchange_columns"), "exchange_columns_4", shape, arguments);
             // SAFETY: the dtype, the columns and the alignment are checked above, and `out` has room for all rows.
             // `row_ranges` returns ranges of which each rank's share fits in a region.
-            unsafe { self.enqueue(launch)? };
+            // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
+            unsafe { self.enqueue(launch.overlapping())? };
         }
         Ok(out)
     }

@@ -12,6 +12,7 @@ use crate::world::{World, share};
 pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     let launch = of_world(world)?.columns_launch(x, out)?;
     // SAFETY: `columns_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
+    // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
     unsafe { launches.add(launch) }
 }
 
@@ -43,7 +44,8 @@ impl GpuExchange {
             // In a step on a batch graph, the ranks exchange all logits with this operation after the graph.
             // If the step needs only the best logits, the graph itself contains the operation.
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
-            unsafe { self.enqueue_after_graph(launch)? };
+            // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
+            unsafe { self.enqueue_after_graph(launch.overlapping())? };
         }
         Ok(out)
     }
@@ -77,8 +79,7 @@ impl GpuExchange {
         let arguments = if own > 0 { arguments.tensor(x)? } else { arguments.address(0) };
         let arguments = arguments.tensor(out)?.value(self.raw(columns, 1), []).int(rows).int(largest);
         Ok(Launch::new(module!("exchange_columns"), kernel, self.shape(items), arguments)
-            .with_bytes_moved(4 * (rows * (own + columns)) as u64)
-            .overlapping())
+            .with_bytes_moved(4 * (rows * (own + columns)) as u64))
     }
 
     /// Loads the column kernels by launching each one for 0 rows. Such a launch does not wait for other ranks.

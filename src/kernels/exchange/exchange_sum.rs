@@ -18,6 +18,7 @@ pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tenso
     }
     let launch = of_world(world)?.sum_launch(x, out, x.id() != out.id())?;
     // SAFETY: `sum_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
+    // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
     unsafe { launches.add(launch) }
 }
 
@@ -36,10 +37,11 @@ pub fn add_sum_of_sent(launches: &mut LaunchList, world: &World, x: &Tensor, out
         return add_sum(launches, world, x, out);
     }
     let launch = exchange.sent_sum_launch(out)?;
-    // SAFETY: as in `add_sum`. The added kernel may run while the last kernel still runs, but starts only after all
-    // blocks of the last kernel have waited for earlier kernels and read the exchange state. The added kernel
-    // overwrites an element of `out` only after the last kernel has sent its result for this element. After that, the
-    // last kernel does not read the element.
+    // SAFETY: `sent_sum_launch` checks `out`. The caller keeps `world` alive, which keeps the mailboxes alive.
+    // Overlap: the added kernel calls `pdl_wait` only if ranks share a GPU (see `pdl.cuh`). It may run while the last
+    // kernel still runs, but starts only after all blocks of the last kernel have waited for earlier kernels and read
+    // the exchange state. The added kernel overwrites an element of `out` only after the last kernel has sent its
+    // result for this element. After that, the last kernel does not read the element.
     unsafe { launches.add(launch) }
 }
 
@@ -95,8 +97,7 @@ impl GpuExchange {
         let (kernel, items) = if is_aligned { ("exchange_sum_4", words / 4) } else { ("exchange_sum_1", words) };
         let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0, 1), []).int(words).flag(clears_x);
         Ok(Launch::new(module!("exchange_sum"), kernel, self.shape(items), arguments)
-            .with_bytes_moved(8 * words as u64)
-            .overlapping())
+            .with_bytes_moved(8 * words as u64))
     }
 
     /// Returns a launch that receives the values that all ranks send with a [`sender`], and writes their sum to `out`.
@@ -155,8 +156,7 @@ impl GpuExchange {
             if self.sums_shares() { ("exchange_sum_shares_bf16", words / 4) } else { ("exchange_sum_bf16", 0) };
         let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(quads, 1), []).int(words);
         Ok(Launch::new(module!("exchange_sum"), kernel, self.shape(words / 4), arguments)
-            .with_bytes_moved(8 * elements as u64)
-            .overlapping())
+            .with_bytes_moved(8 * elements as u64))
     }
 
     /// Returns the sum of `x` over all ranks, in the dtype of `x`. Each launch sums at most `max_elements` elements.
@@ -175,7 +175,8 @@ impl GpuExchange {
             let count = max_elements.min(elements - start);
             let launch = launch(&from.narrow(0, start, count)?, &sums.narrow(0, start, count)?)?;
             // SAFETY: `launch` checks the tensors. The mailboxes live as long as `self`.
-            unsafe { self.enqueue(launch)? };
+            // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
+            unsafe { self.enqueue(launch.overlapping())? };
         }
         out.to_dtype(x.dtype())
     }

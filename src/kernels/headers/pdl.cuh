@@ -2,6 +2,7 @@
 // A kernel launched with the PDL attribute may start before the previous kernel has ended.
 // `LaunchList` and `Launch::overlapping` set this attribute.
 // Before such a kernel waits for earlier kernels, it may load data that no running kernel writes, such as weights.
+// The `SAFETY` comment at each launch says which data the kernel loads early, in the part that starts with "Overlap:".
 //
 // On older GPUs, the kernels of a stream do not overlap, and pdl_wait() and pdl_launch_dependents() have no effect.
 // A kernel launched without the PDL attribute starts only after all earlier kernels have ended. In such a kernel,

@@ -94,9 +94,11 @@ impl Launch {
 
     /// Lets the kernel start before the previous kernel has ended, on GPUs with programmatic dependent launch.
     ///
+    /// # Safety
     /// Every block must call `pdl_wait` before it reads data that an unfinished kernel writes, and before it writes
     /// data that an unfinished kernel uses. The kernel must also follow the rules in `headers/pdl.cuh`.
-    pub fn overlapping(self) -> Self {
+    /// At each launch, the part of the `SAFETY` comment that starts with "Overlap:" says why this holds.
+    pub unsafe fn overlapping(self) -> Self {
         Self { overlap: Overlap::Yes, ..self }
     }
 
@@ -105,7 +107,6 @@ impl Launch {
     /// # Safety
     /// The arguments must match the kernel's parameters.
     /// Every address must be valid for all of the kernel's reads and writes.
-    /// If [`overlapping`](Self::overlapping) was called, the kernel must meet its requirements.
     pub unsafe fn enqueue(self, device: &CudaDevice) -> Result<()> {
         if self.shape.is_empty() {
             return Ok(());

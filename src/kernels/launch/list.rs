@@ -46,7 +46,7 @@ impl LaunchList {
     /// # Safety
     /// The arguments must match the kernel's parameters.
     /// Every address must be valid for all of the kernel's reads and writes, every time the list is queued.
-    /// The kernel must meet the requirements of [`Launch::overlapping`].
+    /// The kernel must meet the requirements of [`Launch::overlapping`], whether or not that function was called.
     pub unsafe fn add(&mut self, launch: Launch) -> Result<()> {
         self.launches.push(launch.prepare(&self.device)?);
         Ok(())

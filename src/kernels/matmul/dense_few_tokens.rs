@@ -60,6 +60,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
 /// Computes x·wᵀ with the dense_few_tokens kernel. Returns f32 `[tokens, rows]`.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
+/// The previous kernel must not write w, because this kernel reads w before it waits for the previous kernel.
 pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     let division = WorkDivision::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
@@ -87,8 +88,9 @@ pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<
     let blocks = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(block_tiles);
     let shape = LaunchShape::linear(blocks, 32 * block_tiles * tile_warps).with_shared_bytes(shared_bytes);
     let kernel = format!("dense_few_tokens_{}", dtype_suffix(x.dtype())?);
-    let launch = Launch::new(module!("dense_few_tokens"), kernel, shape, arguments).overlapping();
+    let launch = Launch::new(module!("dense_few_tokens"), kernel, shape, arguments);
     // SAFETY: the shapes are checked above.
-    unsafe { launch.enqueue(device)? };
+    // Overlap: all threads call `pdl_wait`. Before, they read only w, which no kernel writes after loading.
+    unsafe { launch.overlapping().enqueue(device)? };
     Ok(y)
 }

@@ -185,7 +185,9 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: Produc
     let shape =
         LaunchShape::new((parts, blocks, 1), DENSE_WGMMA_THREADS).with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
     let kernel = format!("dense_wgmma_{name}{}_{box_tokens}", dtype_suffix(x.dtype())?);
-    let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments).overlapping();
+    let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments);
     // SAFETY: the shapes are checked above and by the callers. The tensor maps limit the reads of w and x.
-    unsafe { launch.enqueue(device) }
+    // Overlap: before `pdl_wait`, the copying warp reads only w, which no kernel writes after loading. That warp calls
+    // `pdl_wait` before it copies x, and the other warps call it before they access device memory.
+    unsafe { launch.overlapping().enqueue(device) }
 }

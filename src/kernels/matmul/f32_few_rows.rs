@@ -45,8 +45,9 @@ pub fn matmul_few_rows(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Te
     let grid = (tokens.div_ceil(F32_FEW_ROWS_TOKENS), rows.div_ceil(F32_FEW_ROWS_TILE), 1);
     let shape = LaunchShape::new(grid, 32 * F32_FEW_ROWS_WARPS);
     let arguments = Arguments::new().tensor(x)?.tensor(w)?.tensor(&y)?.int(tokens).int(rows).int(columns);
-    let launch = Launch::new(module!("f32_few_rows"), "f32_few_rows", shape, arguments).overlapping();
+    let launch = Launch::new(module!("f32_few_rows"), "f32_few_rows", shape, arguments);
     // SAFETY: the shapes and dtypes are checked above.
-    unsafe { launch.enqueue(device)? };
+    // Overlap: all threads call `pdl_wait` before they access device memory.
+    unsafe { launch.overlapping().enqueue(device)? };
     Ok(y)
 }

@@ -60,6 +60,7 @@ pub(super) fn choose_experts(
         .with_shared_bytes(tokens_of_block * floats_per_token * 4);
     let kernel = format!("choose_experts_{tiles}");
     // SAFETY: the caller has checked all shapes and dtypes.
+    // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe { Launch::new(module!("choose_experts"), kernel, shape, arguments).overlapping().enqueue(device)? };
     Ok((ids, weights))
 }

@@ -78,7 +78,6 @@ impl FewPairsKernel {
     /// Returns the launch for `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         Launch::new(module!("expert_few_pairs"), format!("expert_few_pairs_{product}_{dtype}"), self.shape, arguments)
-            .overlapping()
     }
 }
 

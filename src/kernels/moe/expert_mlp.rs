@@ -93,9 +93,14 @@ pub fn expert_mlp(
     // SAFETY: all shapes are checked above. The pairs have only experts of the layer: `RoutedPairs::route` chooses no
     // others, and the callers of `RoutedPairs::new` guarantee valid ids.
     // For a wgmma kernel, `weight_arguments` gives the boxes of the tensor maps the size of a ring buffer stage.
+    // Overlap: before `pdl_wait`, threads read only weights, which no kernel writes after loading, and the pairs. The
+    // pairs are complete when the kernel starts: a kernel that reads them early does not follow directly on the kernel
+    // that sorts them (see `copy_tiles` in `expert_product_wgmma.cuh`, and `multiply_experts` in
+    // `expert_few_pairs.cu`). In wgmma kernels, one warp calls `pdl_wait`, and the warps that write results first wait
+    // for the data that this warp copies.
     unsafe {
-        kernel.launch("gate_up", suffix, up_arguments).enqueue(device)?;
-        kernel.launch("down", suffix, down_arguments).enqueue(device)?;
+        kernel.launch("gate_up", suffix, up_arguments).overlapping().enqueue(device)?;
+        kernel.launch("down", suffix, down_arguments).overlapping().enqueue(device)?;
     }
     Ok(ExpertOutputs { y: y.reshape((tokens, chosen, columns))?, weights: routed.weights.clone() })
 }
@@ -129,6 +134,7 @@ impl ExpertOutputs {
         let arguments = arguments.int(count).int(columns).int(chosen);
         let shape = LaunchShape::one_thread_each(count);
         // SAFETY: `expert_mlp` has checked all shapes, and its last kernel writes every element of `y`.
+        // Overlap: all threads call `pdl_wait` before they access device memory.
         unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
         Ok(out)
     }
@@ -176,6 +182,8 @@ impl ExpertOutputs {
             .float(eps);
         let shape = LaunchShape::linear(tokens, EXPERT_NORM_THREADS);
         // SAFETY: all shapes are checked above and in `expert_mlp`, whose last kernel writes every element of `y`.
+        // Overlap: all threads call `pdl_wait`. Before, they read only x and `weight`. The caller computed both before
+        // `expert_mlp` launched the two previous kernels.
         unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
         Ok(Some((sum, normed)))
     }
@@ -203,6 +211,7 @@ fn spread_tokens(
     let shape = LaunchShape::one_warp_each(tokens).with_grid_y(warps_per_row);
     let kernel = format!("spread_tokens_{}", dtype_suffix(dtype)?);
     // SAFETY: the grid covers all tokens, and `expert_mlp` has checked all shapes.
+    // Overlap: all threads call `pdl_wait`. Before, they read only x, which the caller computed before `routed`.
     unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
     Ok(tiled)
 }

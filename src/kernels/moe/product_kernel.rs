@@ -92,7 +92,7 @@ impl ProductKernel {
             Self::FewPairs(kernel) => kernel.launch(product, dtype, arguments),
             Self::ManyPairs { name, shape, .. } => {
                 let kernel = format!("expert_{product}_{dtype}_{name}");
-                Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping()
+                Launch::new(module!("expert_mlp"), kernel, shape, arguments)
             }
         }
     }

@@ -130,6 +130,8 @@ impl RoutedPairs {
             .int(chosen);
         let shape = LaunchShape::new((ROUTE_CLUSTER, tokens.div_ceil(ROUTE_CLUSTER), 1), ROUTE_THREADS);
         // SAFETY: `route` has checked all shapes and dtypes, and the grid covers all tokens.
+        // Overlap: all threads call `pdl_wait`. Before, they read only the router's weight and bias, which no kernel
+        // writes after loading.
         unsafe { Launch::new(module!("route"), "route_f32", shape, arguments).overlapping().enqueue(device)? };
         Ok(routed)
     }

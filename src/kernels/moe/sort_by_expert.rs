@@ -37,8 +37,9 @@ pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) 
     let arguments =
         Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.tensor(&rows)?.int(pairs).int(experts);
     let shape = LaunchShape::linear(pairs.div_ceil(PAIRS_PER_BLOCK).clamp(1, MAX_BLOCKS), SORT_BY_EXPERT_THREADS);
-    let launch = Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments).overlapping();
+    let launch = Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments);
     // SAFETY: the tensors have the sizes that the kernel expects; the caller guarantees valid ids.
-    unsafe { launch.enqueue(device)? };
+    // Overlap: all threads call `pdl_wait` before they access device memory.
+    unsafe { launch.overlapping().enqueue(device)? };
     Ok(SortedPairs { sorted, offsets, rows })
 }

@@ -157,13 +157,12 @@ fn add_flash_attention(
         partials: &layer_buffers.tensor(Contents::Partials, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &layer_buffers.tensor(Contents::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
-    // The attention kernel may start while the last kernel of `add_qkv` is still running.
-    // Before that kernel ends, the attention kernel reads only data that was written before that kernel started:
-    // the sinks, the position, the block table, and the keys and values of earlier steps.
     let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
     // `DecodeGraph` runs a step only if the block table covers its position.
     // `set_tables` rejects blocks that the cache does not have.
+    // Overlap: before the last kernel of `add_qkv` ends, the attention kernel reads only data that was written before
+    // that kernel started: the sinks, the position, the block table, and the keys and values of earlier steps.
     unsafe { launches.add(launch)? };
     Ok(attended)
 }
