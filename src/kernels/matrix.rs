@@ -161,7 +161,8 @@ impl Matrix {
 
     /// Returns the rows `ids` of the matrix, multiplied by `scale`, as f32 `[tokens, columns]`.
     ///
-    /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
+    /// `ids` are u32 `[tokens]`. If an id is not a row index, this function fails on a CPU. On a GPU, it returns the
+    /// last row for this id.
     /// Fails if the matrix is a stack of several matrices.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self {

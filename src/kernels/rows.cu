@@ -2,22 +2,23 @@
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 
-// Looks up rows of an embedding table: out[t] = scale · table[ids[t]].
+// Looks up rows of an embedding table: out[t] = scale · table[ids[t]]. An id past the last row selects the last row.
 //   table: T [rows, columns]
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
 //   grid: tokens; block: 256
 //   bytes moved: tokens · columns · (4 + sizeof(T))
-template <typename T> __device__ void embed(const T* table, const uint32_t* ids, float* out, int columns, float scale) {
-    const T* row = table + (size_t)ids[blockIdx.x] * columns;
+template <typename T>
+__device__ void embed(const T* table, const uint32_t* ids, float* out, int rows, int columns, float scale) {
+    const T* row = table + (size_t)min(ids[blockIdx.x], (uint32_t)rows - 1) * columns;
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
         out[(size_t)blockIdx.x * columns + i] = to_float(row[i]) * scale;
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void embed_##SUFFIX(const T* table, const uint32_t* ids, float* out, int columns,            \
+    extern "C" __global__ void embed_##SUFFIX(const T* table, const uint32_t* ids, float* out, int rows, int columns,  \
                                               float scale) {                                                           \
-        embed<T>(table, ids, out, columns, scale);                                                                     \
+        embed<T>(table, ids, out, rows, columns, scale);                                                               \
     }
 FOR_EACH_DTYPE(DEFINE)
 

@@ -14,23 +14,25 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 /// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 `[tokens, columns]`.
 ///
 /// - `table` is `[rows, columns]`.
-/// - `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that each id is less than `rows`.
+/// - `ids` are u32 `[tokens]`. If an id is not a row index, this function fails on a CPU. On a GPU, it returns the last
+///   row for this id.
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            if ids.dtype() != DType::U32 {
-                bail!("cannot look up embeddings: ids are {:?}, expected U32", ids.dtype());
+            let ((rows, columns), tokens) = (table.dims2()?, ids.dims1()?);
+            if ids.dtype() != DType::U32 || rows == 0 {
+                bail!("cannot look up embeddings: ids are {:?}, expected U32, for {rows} rows", ids.dtype());
             }
-            let ((_, columns), tokens) = (table.dims2()?, ids.dims1()?);
             // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, table.device())? };
-            let arguments = Arguments::new().tensor(table)?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
+            let arguments = Arguments::new().tensor(table)?.tensor(ids)?.tensor(&out)?.int(rows).int(columns);
             let kernel = format!("embed_{}", dtype_suffix(table.dtype())?);
-            let launch = Launch::new(module!("rows"), kernel, LaunchShape::linear(tokens, 256), arguments);
-            // SAFETY: shapes and dtypes are checked above; the caller guarantees valid ids.
+            let shape = LaunchShape::linear(tokens, 256);
+            let launch = Launch::new(module!("rows"), kernel, shape, arguments.float(scale));
+            // SAFETY: shapes and dtypes are checked above. The kernel reads no row past the last one.
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }

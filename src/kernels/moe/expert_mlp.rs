@@ -90,8 +90,8 @@ pub fn expert_mlp(
     };
     let up_arguments = arguments(gate_up, &x_or_tiled, &h)?.float(limit);
     let down_arguments = arguments(down, &h, &y)?;
-    // SAFETY: all shapes are checked above. The pairs have only experts of the layer: `RoutedPairs::route` chooses no
-    // others, and the callers of `RoutedPairs::new` guarantee valid ids.
+    // SAFETY: all shapes are checked above. The pairs have only experts of the layer, because `RoutedPairs::route` and
+    // `RoutedPairs::new` list no others.
     // For a wgmma kernel, `weight_arguments` gives the boxes of the tensor maps the size of a ring buffer stage.
     // Overlap: before `pdl_wait`, threads read only weights, which no kernel writes after loading, and the pairs. The
     // pairs are complete when the kernel starts: a kernel that reads them early does not follow directly on the kernel

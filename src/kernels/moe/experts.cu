@@ -4,7 +4,7 @@
 //   weights: T [experts, rows, columns]; expert_gemv_dense takes `weights` instead of `blocks`, and ignores `scales`
 //   bias: T [experts, rows] or null
 //   x: T [pairs / pairs_per_x, columns]; `pairs_per_x` consecutive pairs share one row of x
-//   ids: u32 [pairs], the expert of each pair (expert_gemv only)
+//   ids: u32 [pairs], the expert of each pair (expert_gemv only); an id past the last expert selects the last expert
 //   sorted, offsets: the pairs sorted by expert, see sort_by_expert.cu (expert_gemm only)
 //   out: T [pairs, rows]
 //
@@ -61,10 +61,10 @@ template <typename T> __device__ float lane_dot(const Dense<T>& w, size_t row, c
 //   bytes moved: the weights of one expert for each pair
 template <typename W, typename T>
 __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids, T* out, int rows, int columns,
-                            int pairs_per_x) {
+                            int pairs_per_x, int experts) {
     const int pair = blockIdx.y, row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
-    const size_t expert_row = (size_t)ids[pair] * rows + row;
+    const size_t expert_row = (size_t)min(ids[pair], (uint32_t)experts - 1) * rows + row;
     float sum = warp_sum(lane_dot(w, expert_row, x + (size_t)(pair / pairs_per_x) * columns, columns, lane));
     if (lane == 0) out[(size_t)pair * rows + row] = from_float<T>(sum + (bias ? to_float(bias[expert_row]) : 0.0f));
 }
@@ -72,13 +72,13 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
 #define DEFINE_GEMV(T, SUFFIX)                                                                                         \
     extern "C" __global__ void expert_gemv_mxfp4_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, \
                                                           const T* x, const uint32_t* ids, T* out, int rows,           \
-                                                          int columns, int pairs_per_x) {                              \
-        expert_gemv<Mxfp4, T>({blocks, scales}, bias, x, ids, out, rows, columns, pairs_per_x);                        \
+                                                          int columns, int pairs_per_x, int experts) {                 \
+        expert_gemv<Mxfp4, T>({blocks, scales}, bias, x, ids, out, rows, columns, pairs_per_x, experts);               \
     }                                                                                                                  \
     extern "C" __global__ void expert_gemv_dense_##SUFFIX(const T* weights, const uint8_t*, const T* bias, const T* x, \
                                                           const uint32_t* ids, T* out, int rows, int columns,          \
-                                                          int pairs_per_x) {                                           \
-        expert_gemv<Dense<T>, T>({weights}, bias, x, ids, out, rows, columns, pairs_per_x);                            \
+                                                          int pairs_per_x, int experts) {                              \
+        expert_gemv<Dense<T>, T>({weights}, bias, x, ids, out, rows, columns, pairs_per_x, experts);                   \
     }
 FOR_EACH_DTYPE(DEFINE_GEMV)
 

@@ -24,7 +24,7 @@ pub const MAX_PAIRS: usize = 65_535;
 /// On a GPU, does not support quantized weights with a bias.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
-/// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than the number of experts
+/// - ids: u32 `[tokens, chosen]`; on a GPU, an id past the last expert selects the last expert
 /// - bias: `[experts, rows]` in x's dtype
 /// - out: `[tokens, chosen, rows]` in x's dtype
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA use `sum_order`"))]
@@ -48,11 +48,11 @@ pub fn expert_matmul(
             ids.dims()
         )
     };
-    if ids.dtype() != DType::U32 || experts > MAX_EXPERTS || tokens * chosen > MAX_PAIRS {
+    if ids.dtype() != DType::U32 || !(1..=MAX_EXPERTS).contains(&experts) || tokens * chosen > MAX_PAIRS {
         let dtype = ids.dtype();
         bail!(
             "cannot multiply expert weights: ids are {dtype:?} [{tokens}, {chosen}] for {experts} experts, expected \
-             U32 with at most {MAX_PAIRS} ids and {MAX_EXPERTS} experts"
+             U32 with at most {MAX_PAIRS} ids, and 1 to {MAX_EXPERTS} experts"
         );
     }
     if let Some(bias) = bias

@@ -26,7 +26,7 @@ pub(super) fn expert_matmul(
     sum_order: SumOrder,
 ) -> Result<Tensor> {
     let ExpertInputs { x, bias, ids, .. } = inputs;
-    let (_, rows, columns) = weights.dims()?;
+    let dims = weights.dims()?;
     // The GEMM kernels do not support f32.
     // With `SumOrder::Fixed`, a token's results must not depend on the number of tokens in the batch, so the GEMV
     // kernel is used for batches of any size.
@@ -39,19 +39,19 @@ pub(super) fn expert_matmul(
         // With fewer than 4 pairs per expert on average, reading the quantized weights once per pair moves fewer
         // bytes.
         ExpertWeights::Quantized(matrix, experts) if needs_gemv || ids.elem_count() < 4 * experts => {
-            quantized_ops::expert_matvec(device, matrix, rows, x, ids, inputs.pairs_per_x)
+            quantized_ops::expert_matvec(device, matrix, dims.1, x, ids, inputs.pairs_per_x)
         }
         ExpertWeights::Quantized(matrix, experts) => dequantized_gemm(device, matrix, *experts, inputs),
         ExpertWeights::Mxfp4 { blocks, scales } if needs_gemv => {
             let weights = Arguments::new().tensor(blocks)?.tensor(scales)?;
-            gemv(device, "mxfp4", weights, rows, columns, inputs)
+            gemv(device, "mxfp4", weights, dims, inputs)
         }
         ExpertWeights::Mxfp4 { blocks, scales } => mxfp4_gemm(device, blocks, scales, inputs),
-        ExpertWeights::Dense(dense) if needs_gemv || !columns.is_multiple_of(8) => {
+        ExpertWeights::Dense(dense) if needs_gemv || !dims.2.is_multiple_of(8) => {
             let weights = Arguments::new().tensor(dense)?.optional(None)?;
-            gemv(device, "dense", weights, rows, columns, inputs)
+            gemv(device, "dense", weights, dims, inputs)
         }
-        // SAFETY: `experts::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
+        // SAFETY: `experts::expert_matmul` checked shapes and dtypes.
         ExpertWeights::Dense(dense) => unsafe { grouped_gemm(device, dense, inputs) },
         ExpertWeights::Mxfp4Tiles(_) => {
             bail!("cannot multiply expert weights: expert_matmul does not support MXFP4 tiles")
@@ -79,23 +79,29 @@ fn dequantized_gemm(
 }
 
 /// Launches a GEMV kernel with one warp per element of the output.
-/// `weights` holds the kernel's first two arguments.
+/// `weights` holds the kernel's first two arguments, and the matrices have the dimensions `(experts, rows, columns)`.
 fn gemv(
     device: &CudaDevice,
     kind: &str,
     weights: Arguments,
-    rows: usize,
-    columns: usize,
+    (experts, rows, columns): (usize, usize, usize),
     inputs: ExpertInputs,
 ) -> Result<Tensor> {
     let ExpertInputs { x, bias, ids, pairs_per_x } = inputs;
     // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty(inputs.output_shape(rows)?, x.dtype(), x.device())? };
-    let arguments =
-        weights.optional(bias)?.tensor(x)?.tensor(ids)?.tensor(&out)?.int(rows).int(columns).int(pairs_per_x);
+    let arguments = weights
+        .optional(bias)?
+        .tensor(x)?
+        .tensor(ids)?
+        .tensor(&out)?
+        .int(rows)
+        .int(columns)
+        .int(pairs_per_x)
+        .int(experts);
     let kernel = format!("expert_gemv_{kind}_{}", dtype_suffix(x.dtype())?);
     let shape = LaunchShape::one_warp_each(rows).with_grid_y(ids.elem_count());
-    // SAFETY: `experts::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
+    // SAFETY: `experts::expert_matmul` checked shapes and dtypes. The kernel reads no expert past the last one.
     unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device)? };
     Ok(out)
 }
@@ -121,7 +127,7 @@ fn mxfp4_gemm(device: &CudaDevice, blocks: &Tensor, scales: &Tensor, inputs: Exp
     let kernel = format!("expert_gemm_mxfp4_{}", dtype_suffix(x.dtype())?);
     let tiles = ids.elem_count().div_ceil(EXPERT_GEMM_PAIRS) + experts;
     let shape = LaunchShape::new((rows.div_ceil(EXPERT_GEMM_ROWS), tiles, 1), EXPERT_GEMM_THREADS);
-    // SAFETY: `experts::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
+    // SAFETY: `experts::expert_matmul` checked shapes and dtypes. `sort_by_expert` lists only existing experts.
     // The grid covers the maximum number of tiles.
     unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device)? };
     Ok(out)

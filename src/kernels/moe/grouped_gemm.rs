@@ -15,8 +15,7 @@ use crate::kernels::scratch;
 /// `weights` is `[experts, rows, columns]`, in the dtype of x (bf16 or f16). `columns` is a multiple of 8.
 ///
 /// # Safety
-/// The inputs must have the shapes and dtypes that `expert_matmul` checks, and every id must be less than the number of
-/// experts.
+/// The inputs must have the shapes and dtypes that `expert_matmul` checks.
 pub(super) unsafe fn grouped_gemm(device: &CudaDevice, weights: &Tensor, inputs: ExpertInputs) -> Result<Tensor> {
     let ExpertInputs { x, bias, ids, pairs_per_x } = inputs;
     let ((experts, rows, columns), pairs) = (weights.dims3()?, ids.elem_count());
@@ -40,7 +39,8 @@ pub(super) unsafe fn grouped_gemm(device: &CudaDevice, weights: &Tensor, inputs:
     let shape = LaunchShape::new(grid, GROUPED_GEMM_THREADS)
         .with_shared_bytes(GROUPED_GEMM_STAGES * (tile_pairs + GROUPED_GEMM_ROWS) * row_bytes);
     let kernel = format!("grouped_gemm_{tile_pairs}_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: the caller guarantees valid shapes and ids; the grid covers the maximum number of tiles.
+    // SAFETY: the caller guarantees valid shapes, and `sort_by_expert` lists only existing experts. The grid covers the
+    // maximum number of tiles.
     unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device)? };
     Ok(out)
 }

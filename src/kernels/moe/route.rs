@@ -33,7 +33,7 @@ pub struct RoutedPairs {
 impl RoutedPairs {
     /// Sorts the (token, expert) pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
     /// `weights` are the routing weights of the pairs, f32 `[tokens, chosen]`.
-    /// The caller guarantees that every id is less than `experts`.
+    /// An id that is not less than `experts` counts as the last expert.
     pub fn new(ids: &Tensor, weights: Tensor, experts: usize) -> Result<Self> {
         let Device::Cuda(device) = ids.device() else { return unsupported("RoutedPairs::new", ids) };
         check_routing(ids.dims2()?.1, experts)?;

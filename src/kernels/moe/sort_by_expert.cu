@@ -1,4 +1,5 @@
-// Sorts the indices of the (token, expert) pairs by expert. Pair p belongs to expert ids[p].
+// Sorts the indices of the (token, expert) pairs by expert. Pair p belongs to expert ids[p], or to the last expert if
+// ids[p] is past the last expert.
 // The pairs of expert e are sorted[offsets[e] .. offsets[e + 1]], in any order.
 // Also computes the row of each pair in a tiled tensor, where each expert's rows start at a multiple of 8
 // (mxfp4_tiles.cuh).
@@ -13,15 +14,17 @@
 // The number of ids that a thread loads before it uses the first id, so that its loads overlap.
 constexpr int LOADS = 8;
 
-// Calls `use(p, ids[p])` for all pairs p from `first` to `end` - 1. The threads of the block divide the calls.
-template <typename Use> __device__ __forceinline__ void each_pair(const uint32_t* ids, int first, int end, Use use) {
+// Calls `use(p, e)` for all pairs p from `first` to `end` - 1, where e is the expert of pair p. The threads of the
+// block divide the calls.
+template <typename Use>
+__device__ __forceinline__ void each_pair(const uint32_t* ids, int experts, int first, int end, Use use) {
     for (int start = first + threadIdx.x; start < end; start += LOADS * blockDim.x) {
         uint32_t loaded[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) loaded[i] = ids[min(start + i * (int)blockDim.x, end - 1)];
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            if (start + i * (int)blockDim.x < end) use(start + i * blockDim.x, loaded[i]);
+            if (start + i * (int)blockDim.x < end) use(start + i * blockDim.x, min(loaded[i], (uint32_t)experts - 1));
     }
 }
 
@@ -37,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(SORT_BY_EXPERT_THREADS)
     pdl_wait();
     pdl_launch_dependents();
     // Every block counts all pairs itself, because a sum over blocks would need another launch.
-    each_pair(ids, 0, first, [&](int, uint32_t expert) { atomicAdd(&next[expert], 1u); });
-    each_pair(ids, first, pairs, [&](int, uint32_t expert) { atomicAdd(&rest[expert], 1u); });
+    each_pair(ids, experts, 0, first, [&](int, uint32_t expert) { atomicAdd(&next[expert], 1u); });
+    each_pair(ids, experts, first, pairs, [&](int, uint32_t expert) { atomicAdd(&rest[expert], 1u); });
     __syncthreads();
     if (threadIdx.x < 32) {
         const int lane = threadIdx.x;
@@ -60,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(SORT_BY_EXPERT_THREADS)
         if (blockIdx.x == 0 && lane == 0) offsets[experts] = start;
     }
     __syncthreads();
-    each_pair(ids, first, min(first + share, pairs), [&](int pair, uint32_t expert) {
+    each_pair(ids, experts, first, min(first + share, pairs), [&](int pair, uint32_t expert) {
         const uint32_t position = atomicAdd(&next[expert], 1u);
         sorted[position] = pair;
         rows[pair] = position + padding[expert];

@@ -25,10 +25,10 @@ pub(super) struct SortedPairs {
 }
 
 /// Sorts (token, expert) pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
-/// The caller guarantees that every id is less than `experts`.
+/// An id that is not less than `experts` counts as the last expert.
 pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
-    if experts > MAX_EXPERTS {
-        bail!("cannot sort pairs: {experts} experts exceed the limit of {MAX_EXPERTS}");
+    if !(1..=MAX_EXPERTS).contains(&experts) {
+        bail!("cannot sort pairs: there are {experts} experts, expected 1 to {MAX_EXPERTS}");
     }
     let pairs = ids.elem_count();
     // SAFETY: the kernel writes all pairs, all offsets and all rows.
@@ -38,7 +38,7 @@ pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) 
         Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.tensor(&rows)?.int(pairs).int(experts);
     let shape = LaunchShape::linear(pairs.div_ceil(PAIRS_PER_BLOCK).clamp(1, MAX_BLOCKS), SORT_BY_EXPERT_THREADS);
     let launch = Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments);
-    // SAFETY: the tensors have the sizes that the kernel expects; the caller guarantees valid ids.
+    // SAFETY: the tensors have the sizes that the kernel expects. The kernel replaces ids past the last expert.
     // Overlap: all threads call `pdl_wait` before they access device memory.
     unsafe { launch.overlapping().enqueue(device)? };
     Ok(SortedPairs { sorted, offsets, rows })

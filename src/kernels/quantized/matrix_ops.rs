@@ -66,8 +66,8 @@ impl QuantizedMatrix {
 
     /// Looks up the embedding rows `ids` and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
     ///
-    /// `ids` are u32 `[tokens]`. On a CPU, fails if an id is not a valid row index.
-    /// On a GPU, the caller guarantees that every id is valid.
+    /// `ids` are u32 `[tokens]`. If an id is not a row index, this function fails on a CPU. On a GPU, it returns the
+    /// last row for this id.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self.device() {
             Device::Cpu => {

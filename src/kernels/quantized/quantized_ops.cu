@@ -11,6 +11,7 @@
 //   x: T [tokens / pairs_per_x, columns]; `pairs_per_x` consecutive rows of y share one row of x
 //   y: S [tokens, stride], where S is f32 or T; only the first `rows` columns are written
 //   ids: u32 [tokens] or null; with ids, t counts (token, expert) pairs, and W is the `rows` rows of expert ids[t]
+//     An id past the last expert selects the last expert.
 //   grid: (at most one block per multiprocessor, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
 //   bytes moved: the size of W once per token
@@ -22,7 +23,8 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
     const QuantizedInput input(vector, weights, groups);
-    const int first = ids ? ids[blockIdx.y] * rows : 0;
+    const int last = weights.row_ends[0] - rows;  // with ids: the first row of the last expert
+    const int first = ids ? (int)min((uint64_t)ids[blockIdx.y] * rows, (uint64_t)last) : 0;
     const auto row = [=](int unit, int r, int& matrix) { return matrix = 0, first + min(2 * unit + r, rows - 1); };
     QuantizedStream<2, 2, decltype(row)> stream(weights, groups, (rows + 1) / 2, row);
     x += (size_t)(blockIdx.y / pairs_per_x) * columns, y += (size_t)blockIdx.y * stride;
@@ -78,7 +80,7 @@ template <typename T> __device__ void dequantize(const QuantizedStack& weights, 
     });
 }
 
-// Looks up token embeddings: out[t] = factor · weights[ids[t]].
+// Looks up token embeddings: out[t] = factor · weights[ids[t]]. An id past the last row selects the last row.
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
 //   bytes moved: one quantized row per token, plus out
@@ -87,10 +89,10 @@ extern "C" __global__ void __launch_bounds__(QUANTIZED_ROW_THREADS)
     quantized_embed(const __grid_constant__ QuantizedStack weights, const uint32_t* ids, float* out, int columns,
                     float factor) {
     const int eights = (columns + 7) / 8, groups = (columns + 31) / 32;
+    const int row = min(ids[blockIdx.x], (uint32_t)weights.row_ends[0] - 1);
     with_format(weights.matrices[0].format, [&](auto format) {
         for (int i = threadIdx.x; i < eights; i += blockDim.x) {
-            const EightValues v =
-                dequantize8<decltype(format)::value>(weights.matrices[0], ids[blockIdx.x], i / 4, i % 4, groups);
+            const EightValues v = dequantize8<decltype(format)::value>(weights.matrices[0], row, i / 4, i % 4, groups);
             store(out + (size_t)blockIdx.x * columns, i, columns, v, factor);
         }
     });

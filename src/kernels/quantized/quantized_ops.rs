@@ -58,18 +58,18 @@ pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -
 
 /// Looks up the embedding rows `ids` and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
 ///
-/// `ids` are u32 `[tokens]`. The caller guarantees that every id is a valid row index.
+/// `ids` are u32 `[tokens]`. For an id that is not a row index, returns the last row.
 pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
-    let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());
-    if ids.dtype() != DType::U32 {
-        bail!("cannot look up embeddings: ids are {:?}, expected U32", ids.dtype());
+    let (tokens, (rows, columns)) = (ids.dims1()?, matrix.dims());
+    if ids.dtype() != DType::U32 || rows == 0 {
+        bail!("cannot look up embeddings: ids are {:?}, expected U32, for {rows} rows", ids.dtype());
     }
     // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty((tokens, columns), DType::F32, matrix.device())? };
     let arguments =
         Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
     let shape = LaunchShape::linear(tokens, QUANTIZED_ROW_THREADS);
-    // SAFETY: shapes and dtypes are checked above. The caller must pass valid ids.
+    // SAFETY: shapes and dtypes are checked above. The kernel reads no row past the last one.
     unsafe { Launch::new(module!("quantized_ops"), "quantized_embed", shape, arguments).enqueue(device)? };
     Ok(out)
 }
@@ -180,7 +180,7 @@ fn matvec(device: &CudaDevice, matrix: &QuantizedMatrix, x: &Tensor, output: Out
 ///
 /// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
 /// `x` is `[tokens, columns]` if `pairs_per_x` is `chosen`, or `[tokens, chosen, columns]` if `pairs_per_x` is 1.
-/// The caller guarantees that every id is less than the number of experts.
+/// An id that is not less than the number of experts selects the last expert.
 pub fn expert_matvec(
     device: &CudaDevice,
     experts: &QuantizedMatrix,
@@ -205,7 +205,7 @@ pub fn expert_matvec(
     let shape = LaunchShape::new((blocks, tokens * chosen, 1), 32 * QUANTIZED_WARPS)
         .with_shared_bytes(input_bytes(experts.format, columns));
     let kernel = format!("quantized_experts_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: `expert_matmul` checked the shapes of `x` and `ids`. Its caller must pass valid ids.
+    // SAFETY: `expert_matmul` checked the shapes of `x` and `ids`. The kernel reads no expert past the last one.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device)? };
     Ok(out)
 }

@@ -223,6 +223,14 @@ fn embed_add_bias_and_copy_rows_match_candle(device: TestDevice) {
     let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
     let got = embed(&to_device(&table, &device, dtype), &on_device(&ids), 1.5).unwrap();
     assert_close("embed", &got, &(table.index_select(&ids, 0).unwrap() * 1.5).unwrap(), 0.0);
+    let too_large = Tensor::new(&[50u32, u32::MAX], &device).unwrap();
+    let got = embed(&to_device(&table, &device, dtype), &too_large, 1.0);
+    if device.is_cuda() {
+        let last_row = table.narrow(0, 49, 1).unwrap().repeat((2, 1)).unwrap();
+        assert_close("embed with ids past the last row", &got.unwrap(), &last_row, 0.0);
+    } else {
+        assert!(got.is_err());
+    }
     let got = add_bias(&on_device(&y), &on_device(&bias)).unwrap();
     assert_close("add_bias", &got, &y.broadcast_add(&bias).unwrap(), 0.0);
     let (to, from) = (to_device(&table, &device, dtype), to_device(&y.narrow(0, 2, 4).unwrap(), &device, dtype));

@@ -124,6 +124,12 @@ fn expert_matmul_matches_its_reference((case, dtype): (MatmulCase, DType)) {
             )
             .unwrap();
             assert_close(&format!("expert_matmul, {what}"), &got, &want, rounding(dtype));
+            let product = |id: u32| {
+                let ids = Tensor::from_vec(vec![id; tokens * chosen], (tokens, chosen), &device).unwrap();
+                let (x, bias) = (to_device(x, &device, dtype), device_bias.as_ref());
+                values(&expert_matmul(&x, &device_weights, bias, &ids, SumOrder::Fastest).unwrap())
+            };
+            assert_eq!(product(u32::MAX), product(experts as u32 - 1), "{what}, ids past the last expert");
         }
     }
 }

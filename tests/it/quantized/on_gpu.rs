@@ -68,6 +68,10 @@ fn dequantized_values_and_embedding_rows_equal_those_of_the_cpu(format: WeightFo
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
         assert_eq!(values(&got), values(&here.embed(&ids, 0.5).unwrap()), "{rows} rows");
+        let past_the_end = Tensor::new(&[rows as u32, 0, u32::MAX], &gpu).unwrap();
+        let last = Tensor::new(&[rows as u32 - 1, 0, rows as u32 - 1], &Device::Cpu).unwrap();
+        let got = there.embed(&past_the_end, 0.5).unwrap();
+        assert_eq!(values(&got), values(&here.embed(&last, 0.5).unwrap()), "{rows} rows, ids past the last row");
     }
 }
 
@@ -85,7 +89,14 @@ fn expert_products_match_the_cpu(format: WeightFormat) {
                 let [want, got] = matrices.each_ref().map(|matrix| {
                     let [x, ids] = [&x, &ids].map(|tensor| tensor.to_device(matrix.device()).unwrap());
                     let experts = ExpertWeights::Quantized(matrix.clone().with_input_quantization(rounding), EXPERTS);
-                    values(&expert_matmul(&x, &experts, None, &ids, SumOrder::Fastest).unwrap())
+                    let product =
+                        |ids: &Tensor| values(&expert_matmul(&x, &experts, None, ids, SumOrder::Fastest).unwrap());
+                    if matrix.device().is_cuda() {
+                        let all = |id: u32| Tensor::from_vec(vec![id; 2 * tokens], (tokens, 2), &gpu).unwrap();
+                        let want = product(&all(EXPERTS as u32 - 1));
+                        assert_eq!(product(&all(u32::MAX)), want, "ids past the last expert");
+                    }
+                    product(&ids)
                 });
                 let error = relative_error(&got, &want);
                 assert!(error < 2e-3, "{rows} rows, {tokens} tokens, {rounding:?}: relative error {error:e}");
