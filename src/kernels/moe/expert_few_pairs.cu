@@ -237,7 +237,7 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& output, 
 #pragma unroll 2
     for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_PAIRS_THREADS) {
         const int row = i / segments, segment = i % segments;
-        const int token = __ldg(output.sorted + tile.first_pair + row) / chosen;
+        const int token = output.sorted[tile.first_pair + row] / chosen;
         const float2* from = reinterpret_cast<const float2*>(x + (size_t)token * columns);
         unsigned char* to = shared + (segment / 8 * padded_pairs + row) * 128 + (segment ^ row) % 8 * 16;
         *reinterpret_cast<uint4*>(to) = fragment_segment<T>(from, segment, columns, Factors<T>::X_FACTOR);
