@@ -54,6 +54,9 @@ struct Mailboxes {
     // Nonzero if the mailboxes are in host memory.
     int in_host_memory;
 };
+// The last 4 bytes are padding.
+static_assert(sizeof(Mailboxes) == 8 * (EXCHANGE_MAX_RANKS + 2) + 4 * (EXCHANGE_MAX_RANKS + 8),
+              "Mailboxes must match RawMailboxes");
 
 // ---- words ----
 

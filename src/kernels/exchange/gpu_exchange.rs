@@ -41,7 +41,7 @@ pub(super) fn of_world(world: &World) -> Result<&GpuExchange> {
     }
 }
 
-/// The Rust counterpart of the struct `Mailboxes` in `exchange.cuh`.
+/// Mirrors `Mailboxes` in `exchange.cuh`. The `u64` fields are device addresses.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RawMailboxes {
@@ -57,7 +57,9 @@ pub struct RawMailboxes {
     in_host_memory: i32,
 }
 
-// SAFETY: the struct has C's layout and contains only numbers.
+// The last 4 bytes are padding.
+const _: () = assert!(size_of::<RawMailboxes>() == 8 * (EXCHANGE_MAX_RANKS + 2) + 4 * (EXCHANGE_MAX_RANKS + 8));
+// SAFETY: the struct has C layout and contains only numbers. The kernels do not read the padding.
 unsafe impl DeviceRepr for RawMailboxes {}
 
 impl RawMailboxes {

@@ -8,13 +8,16 @@ use crate::kernels::constants::{
     MAX_STACKED_MATRICES, QUANTIZATION_FP8_PER_TOKEN, QUANTIZATION_FP8_STATIC, QUANTIZATION_INT8_PER_TOKEN,
     QUANTIZATION_INT8_STATIC, QUANTIZATION_NONE,
 };
-use crate::kernels::launch::{Arguments, address};
+use crate::kernels::launch::{Arguments, optional_address};
 
-/// Mirrors `QuantizedMatrix` in `format.cuh`. `planes` are device addresses, or 0 for planes that the format lacks.
+/// Mirrors `QuantizedMatrix` in `format.cuh`. The planes are device addresses, or 0 for planes that the format lacks.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawMatrix {
-    planes: [u64; 4],
+    low: u64,
+    high: u64,
+    scales: u64,
+    supers: u64,
     format: i32,
     rows: i32,
 }
@@ -27,7 +30,9 @@ struct RawStack {
     row_ends: [i32; MAX_STACKED_MATRICES],
 }
 
-// SAFETY: the struct has C layout and contains only integers.
+// The last bytes can be padding.
+const _: () = assert!(size_of::<RawStack>() == (MAX_STACKED_MATRICES * 44).next_multiple_of(8));
+// SAFETY: the struct has C layout and contains only integers. The kernels do not read the padding.
 unsafe impl DeviceRepr for RawStack {}
 
 impl RawStack {
@@ -42,13 +47,17 @@ impl RawStack {
         let mut raw = Self::default();
         let mut row_end = 0;
         for (i, matrix) in matrices.iter().enumerate() {
-            let mut planes = [0; 4];
-            for (raw_plane, plane) in planes.iter_mut().zip(&matrix.planes) {
-                *raw_plane = plane.as_ref().map(address).transpose()?.unwrap_or(0);
-            }
+            let [low, high, scales, supers] = &matrix.planes;
             let rows = i32::try_from(matrix.dims().0)?;
             row_end += matrix.dims().0;
-            raw.matrices[i] = RawMatrix { planes, format: matrix.format as i32, rows };
+            raw.matrices[i] = RawMatrix {
+                low: optional_address(low.as_ref())?,
+                high: optional_address(high.as_ref())?,
+                scales: optional_address(scales.as_ref())?,
+                supers: optional_address(supers.as_ref())?,
+                format: matrix.format as i32,
+                rows,
+            };
             raw.row_ends[i] = i32::try_from(row_end)?;
         }
         Ok(raw)

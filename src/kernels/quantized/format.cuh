@@ -33,6 +33,8 @@ struct QuantizedStack {
     QuantizedMatrix matrices[MAX_STACKED_MATRICES];
     int row_ends[MAX_STACKED_MATRICES];
 };
+// The last bytes can be padding.
+static_assert(sizeof(QuantizedStack) == (MAX_STACKED_MATRICES * 44 + 7) / 8 * 8, "QuantizedStack must match RawStack");
 
 // The layout of weight format F, and how an element is computed from its quantized value q.
 //   low: bytes per group for the low bits of q

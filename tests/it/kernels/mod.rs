@@ -5,6 +5,7 @@
 //! `quantized/on_gpu.rs` tests the kernels of quantized matrices.
 //! `runner/decode_graph.rs` tests the fused kernels of the decode graph, including the sampling kernels.
 
+mod argument_structs;
 mod attention;
 #[cfg(feature = "cuda")]
 mod attention_tiles;
