@@ -417,43 +417,55 @@ __device__ __forceinline__ void store_partial(float* partial, int row, int colum
     if (column == 0) __stcg(reinterpret_cast<float2*>(partial + C::ROWS * C::D + 2 * row), float2{maximum, total});
 }
 
-// Writes the result of a block with one team: the output, or a partial result if several partitions share the keys.
+// The online softmax of a warp's rows over all key tiles of its team.
+template <typename C> struct Softmax {
+    const RowFloats<C>& maxima;  // of the scores, as base-2 exponents
+    const RowFloats<C>& totals;  // of the weights, in units of 2^maximum
+    const Sums<C>& sums;         // of the weighted values, in units of 2^maximum
+};
+
+// Where a thread block writes the results of its rows.
+template <typename T> struct Results {
+    int partitions;          // with one partition, results go to `out`, otherwise to `partial`
+    T* out;                  // the output of all rows
+    float* partial;          // the partial result of this block
+    const float* row_sinks;  // the sink of each row, as a base-2 exponent
+};
+
+// Writes the results of a block with one team.
 template <typename T, typename C>
-__device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloats<C>& maxima,
-                                              const RowFloats<C>& totals, const BlockRows<C>& rows,
-                                              const float* row_sinks, int warp_row, int lane, int partitions, T* out,
-                                              float* partial) {
+__device__ __forceinline__ void store_results(const Results<T>& results, const BlockRows<C>& rows,
+                                              const Softmax<C>& softmax, int warp_row, int lane) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = warp_row + m * 16 + lane / 4 + 8 * h;
             if (row >= rows.count) continue;
-            if (partitions == 1) {
-                const float factor = normalizer(maxima[m][h], totals[m][h], row_sinks[row]);
-                T* const to = out + rows.element(row) + lane % 4 * 2;
+            const float maximum = softmax.maxima[m][h], total = softmax.totals[m][h];
+            if (results.partitions == 1) {
+                const float factor = normalizer(maximum, total, results.row_sinks[row]);
+                T* const to = results.out + rows.element(row) + lane % 4 * 2;
 #pragma unroll
                 for (int n = 0; n < C::D / 8; ++n) {
-                    store_pair(to + n * 8, sums[m][n][2 * h] * factor, sums[m][n][2 * h + 1] * factor);
+                    const float* sum = softmax.sums[m][n] + 2 * h;
+                    store_pair(to + n * 8, sum[0] * factor, sum[1] * factor);
                 }
             } else {
 #pragma unroll
                 for (int n = 0; n < C::D / 8; ++n) {
-                    const int column = n * 8 + lane % 4 * 2;
-                    store_partial<C>(partial, row, column, sums[m][n][2 * h], sums[m][n][2 * h + 1], maxima[m][h],
-                                     totals[m][h]);
+                    const float* sum = softmax.sums[m][n] + 2 * h;
+                    store_partial<C>(results.partial, row, n * 8 + lane % 4 * 2, sum[0], sum[1], maximum, total);
                 }
             }
         }
     }
 }
 
-// Merges the results of all teams in shared memory.
-// Writes the output, or a partial result if several partitions share the keys.
+// Merges the results of all teams in shared memory, at `merge_sums`. Writes the merged results.
 template <typename T, typename C>
-__device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima, const RowFloats<C>& totals,
-                                            const BlockRows<C>& rows, const float* row_sinks, float* merge_sums,
-                                            int team, int lane, int partitions, T* out, float* partial) {
+__device__ __forceinline__ void merge_teams(const Results<T>& results, const BlockRows<C>& rows,
+                                            const Softmax<C>& softmax, float* merge_sums, int team, int lane) {
     float2* const merge_maxima = reinterpret_cast<float2*>(merge_sums + C::TEAMS * C::ROWS * C::MERGE_STRIDE);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -462,9 +474,9 @@ __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats
 #pragma unroll
         for (int n = 0; n < C::D / 8; ++n) {
             float* const to = merge_sums + (team * C::ROWS + row) * C::MERGE_STRIDE + n * 8 + lane % 4 * 2;
-            *reinterpret_cast<float2*>(to) = {sums[0][n][2 * h], sums[0][n][2 * h + 1]};
+            *reinterpret_cast<float2*>(to) = {softmax.sums[0][n][2 * h], softmax.sums[0][n][2 * h + 1]};
         }
-        if (lane % 4 == 0) merge_maxima[team * C::ROWS + row] = {maxima[0][h], totals[0][h]};
+        if (lane % 4 == 0) merge_maxima[team * C::ROWS + row] = {softmax.maxima[0][h], softmax.totals[0][h]};
     }
     __syncthreads();
     for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
@@ -481,28 +493,28 @@ __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats
             const float weight = exp2_fast(stats.x - base);
             total += stats.y * weight, x += sum.x * weight, y += sum.y * weight;
         }
-        if (partitions == 1) {
-            const float factor = normalizer(maximum, total, row_sinks[row]);
-            store_pair(out + rows.element(row) + column, x * factor, y * factor);
+        if (results.partitions == 1) {
+            const float factor = normalizer(maximum, total, results.row_sinks[row]);
+            store_pair(results.out + rows.element(row) + column, x * factor, y * factor);
         } else {
-            store_partial<C>(partial, row, column, x, y, maximum, total);
+            store_partial<C>(results.partial, row, column, x, y, maximum, total);
         }
     }
 }
 
-// Combines the partial results of all partitions and writes the output.
+// Combines the partial results of all partitions, at `partials`. Writes the output.
 template <typename T, typename C>
-__device__ __forceinline__ void combine_partitions(const float* partials, int partitions, const BlockRows<C>& rows,
-                                                   const float* row_sinks, T* out) {
+__device__ __forceinline__ void combine_partitions(const Results<T>& results, const BlockRows<C>& rows,
+                                                   const float* partials) {
     for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
         const int row = i / (C::D / 2), column = i % (C::D / 2) * 2;
         float maximum = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
-        for (int first = 0; first < partitions; first += COMBINE_BATCH) {
+        for (int first = 0; first < results.partitions; first += COMBINE_BATCH) {
             float2 stats[COMBINE_BATCH], values[COMBINE_BATCH];
             float high = maximum;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
-                const float* from = partials + min(first + z, partitions - 1) * C::ROWS * (C::D + 2);
+                const float* from = partials + min(first + z, results.partitions - 1) * C::ROWS * (C::D + 2);
                 stats[z] = __ldcg(reinterpret_cast<const float2*>(from + C::ROWS * C::D + 2 * row));
                 values[z] = __ldcg(reinterpret_cast<const float2*>(from + row * C::D + column));
             }
@@ -512,12 +524,12 @@ __device__ __forceinline__ void combine_partitions(const float* partials, int pa
             maximum = high, total *= keep, x *= keep, y *= keep;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
-                const float weight = first + z < partitions ? exp2_fast(stats[z].x - base) : 0.0f;
+                const float weight = first + z < results.partitions ? exp2_fast(stats[z].x - base) : 0.0f;
                 total += stats[z].y * weight, x += values[z].x * weight, y += values[z].y * weight;
             }
         }
-        const float factor = normalizer(maximum, total, row_sinks[row]);
-        store_pair(out + rows.element(row) + column, x * factor, y * factor);
+        const float factor = normalizer(maximum, total, results.row_sinks[row]);
+        store_pair(results.out + rows.element(row) + column, x * factor, y * factor);
     }
 }
 
@@ -638,18 +650,19 @@ template <typename T, typename C> __device__ __forceinline__ void attention(cons
     const int tile_index = blockIdx.y * args.kv_heads + kv_head;  // among the row tiles of all KV heads
     float* const tile_partials = args.partials + (size_t)tile_index * gridDim.z * C::ROWS * (C::D + 2);
     float* const partial = tile_partials + partition * C::ROWS * (C::D + 2);
+    const Softmax<C> softmax = {maxima, totals, sums};
+    const Results<T> results = {partitions, args.out, partial, row_sinks};
     if constexpr (C::TEAMS == 1) {
-        store_results<T, C>(sums, maxima, totals, rows, row_sinks, warp_row, lane, partitions, args.out, partial);
+        store_results<T, C>(results, rows, softmax, warp_row, lane);
     } else {
         float* const merge_sums = reinterpret_cast<float*>(shared + C::QUERY_BYTES);
-        merge_teams<T, C>(sums, maxima, totals, rows, row_sinks, merge_sums, team, lane, partitions, args.out, partial);
+        merge_teams<T, C>(results, rows, softmax, merge_sums, team, lane);
     }
     if (partitions == 1) return;
 
     // 5. The last partition to finish combines all partial results. is_last_block resets the counter for the next
     // launch.
-    if (is_last_block(args.arrivals + tile_index, partitions))
-        combine_partitions<T, C>(tile_partials, partitions, rows, row_sinks, args.out);
+    if (is_last_block(args.arrivals + tile_index, partitions)) combine_partitions<T, C>(results, rows, tile_partials);
 }
 
 // TILES selects the table of tile sizes of the kernel (see constants.rs).
