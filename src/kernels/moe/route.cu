@@ -54,18 +54,27 @@ __device__ __forceinline__ uint32_t load_chosen(int pair) {
     return word;
 }
 
+// The results of sort_pairs. The top of this file describes the fields.
+struct SortedPairs {
+    uint32_t *sorted, *offsets, *rows, *usage;
+};
+
+// The scratch space of sort_pairs, in shared memory. Each warp sorts some of the pairs: its share.
+struct SortScratch {
+    // At first, next[w][e] is the number of pairs of expert e in the share of warp w.
+    // Later, next[w][e] is the position in `sorted` of the next pair of expert e from this share.
+    uint32_t (*next)[ROUTE_EXPERTS];
+    uint32_t* padding;     // padding[e] is the number of unused rows before the first row of expert e in a tiled tensor
+    uint16_t* experts_of;  // experts_of[p] is the expert of pair p
+};
+
 // Waits for the chosen experts, and sorts all pairs by expert.
 // Unlike sort_by_expert, keeps the pairs of each expert in ascending order.
 // The order determines which pairs share a tile in later kernels, so a fixed order makes results reproducible.
 // Increments usage[0], and adds the number of experts with pairs to usage[1].
-//   next, padding, experts_of: scratch space in shared memory
-__device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, uint32_t* rows, uint32_t* usage,
-                                           uint32_t (*next)[ROUTE_EXPERTS], uint32_t* padding, uint16_t* experts_of,
-                                           int pairs, int experts) {
-    // Each warp sorts up to `share` consecutive pairs. experts_of[p] is the expert of pair p.
-    // At first, next[w][e] is the number of pairs of expert e in the share of warp w.
-    // Later, next[w][e] is the position in `sorted` of the next pair of expert e from this share.
-    // padding[e] is the number of unused rows before the first row of expert e in a tiled tensor.
+__device__ __forceinline__ void sort_pairs(const SortedPairs& results, const SortScratch& scratch, int pairs,
+                                           int experts) {
+    const auto [next, padding, experts_of] = scratch;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
@@ -103,7 +112,7 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
             if (base + lane < experts) {
                 const uint32_t earlier = before + sum - both;
                 uint32_t position = earlier & 0xffff;
-                offsets[e] = position;
+                results.offsets[e] = position;
                 padding[e] = earlier >> 16;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) {
@@ -114,8 +123,8 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
             before += __shfl_sync(ALL_LANES, sum, 31);
         }
         if (lane == 0) {
-            offsets[experts] = before & 0xffff;
-            if (usage) atomicAdd(usage, 1u), atomicAdd(usage + 1, used);
+            results.offsets[experts] = before & 0xffff;
+            if (results.usage) atomicAdd(results.usage, 1u), atomicAdd(results.usage + 1, used);
         }
     }
     __syncthreads();
@@ -124,8 +133,8 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
         const uint32_t same = __match_any_sync(ALL_LANES, expert), earlier = __popc(same & ((1u << lane) - 1));
         if (p < end) {
             const uint32_t position = next[warp][expert] + earlier;
-            sorted[position] = p;
-            rows[p] = position + padding[expert];
+            results.sorted[position] = p;
+            results.rows[p] = position + padding[expert];
         }
         __syncwarp();
         if (p < end && earlier == 0) next[warp][expert] += __popc(same);
@@ -255,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     // Even if its cluster started first, the wait would end: the other clusters could run on the other multiprocessors.
     if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) {
         __syncthreads();  // other warps may still use the memory that sort_pairs reuses
-        sort_pairs(sorted, offsets, rows, usage, partials.next, padding, token_partials.experts_of, tokens * chosen,
+        sort_pairs({sorted, offsets, rows, usage}, {partials.next, padding, token_partials.experts_of}, tokens * chosen,
                    experts);
     }
 }
