@@ -5,6 +5,7 @@
 // Units are assigned to the warps of the grid in round-robin order.
 #pragma once
 #include "constants.cuh"
+#include "decode/normed_vector.cuh"
 #include "headers/block_sum.cuh"
 #include "headers/streaming_loads.cuh"
 
@@ -97,10 +98,10 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
     }
 };
 
-// Multiplies x by the norm weight (`norm`), writes the result to shared memory, and returns 1 / sqrt(mean(x²) + eps).
+// Multiplies x by the norm weight, writes the result to shared memory, and returns 1 / sqrt(mean(x²) + eps).
 // The caller multiplies the dot products by the returned factor.
-__device__ __forceinline__ float load_normed(const DenseInput& input, const float* x, const float* norm, int columns,
-                                             float eps, float* scratch) {
+__device__ __forceinline__ float load_normed(const DenseInput& input, const NormedVector& vector, float* scratch) {
+    const auto [x, norm, columns, eps] = vector;
     float squares = 0.0f;
     for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
         const float4 v = __ldcg(reinterpret_cast<const float4*>(x) + i),

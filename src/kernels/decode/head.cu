@@ -29,12 +29,18 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
     }
 }
 
+// The output of decode_head and quantized_head. The comment at decode_head describes the fields.
+struct HeadOutput {
+    float* logits;
+    Argmax* best;
+    int vocab, first_token;
+    float softcap;
+};
+
 // Computes the logits of this warp's units. Returns the argmax of these logits in lane 0.
 // Each unit is two rows of the weight. A logit is a dot product times `scale`, limited by the soft cap.
-// logits[0] is the logit of the token `first_token`.
 template <typename Stream, typename Input>
-__device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
-                                              float* logits, int vocab, int first_token) {
+__device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, const HeadOutput& to) {
     Argmax own{-INFINITY, NO_TOKEN};
     while (stream.has_unit()) {
         const int unit = stream.unit;
@@ -43,10 +49,10 @@ __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input
         if (stream.lane != 0) continue;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (2 * unit + r >= vocab) break;
-            const float dot = sum[r] * scale, logit = softcap > 0.0f ? soft_capped(dot, softcap) : dot;
-            logits[2 * unit + r] = logit;
-            own.offer(logit, first_token + 2 * unit + r);
+            if (2 * unit + r >= to.vocab) break;
+            const float dot = sum[r] * scale, logit = to.softcap > 0.0f ? soft_capped(dot, to.softcap) : dot;
+            to.logits[2 * unit + r] = logit;
+            own.offer(logit, to.first_token + 2 * unit + r);
         }
     }
     return own;
@@ -58,16 +64,15 @@ __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input
 //   weight: T [vocab, columns], or one quantized matrix; `vocab` is the number of tokens of this rank
 //   logits: f32 [vocab]
 //   best: receives one Argmax per block
-//   first_token: the id of this rank's first token
+//   first_token: the id of this rank's first token, to which logits[0] belongs
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
-template <typename T>
-__device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Argmax* best, int vocab,
-                            int first_token, int columns, float eps, float softcap) {
+template <typename T> __device__ void decode_head(const NormedVector& x, const T* weight, const HeadOutput& to) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[DECODE_MAX_WARPS];
     __shared__ Argmax warps[DECODE_MAX_WARPS];
+    const int columns = x.columns, vocab = to.vocab;
     const DenseInput input{shared, columns / 8};
     const auto row = [=](int unit, int r) {
         return as_segments(weight + (size_t)min(2 * unit + r, vocab - 1) * columns);
@@ -75,24 +80,23 @@ __device__ void decode_head(const float* x, const float* norm, const T* weight, 
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, (vocab + 1) / 2, row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_normed(input, x, norm, columns, eps, scratch);
-    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab, first_token), warps, best);
+    const float scale = load_normed(input, x, scratch);
+    block_argmax(warp_logits(stream, input, scale, to), warps, to.best);
 }
 
-__device__ void quantized_head(const float* x, const float* norm, const QuantizedStack& weight, float* logits,
-                               Argmax* best, int vocab, int first_token, int columns, float eps, float softcap,
+__device__ void quantized_head(const NormedVector& x, const QuantizedStack& weight, const HeadOutput& to,
                                QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     __shared__ Argmax warps[QUANTIZED_WARPS];
-    const int groups = (columns + 31) / 32;
+    const int groups = (x.columns + 31) / 32, vocab = to.vocab;
     const QuantizedInput input(vector, weight, groups);
     const auto row = [=](int unit, int r, int& matrix) { return matrix = 0, min(2 * unit + r, vocab - 1); };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, (vocab + 1) / 2, row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
-    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab, first_token), warps, best);
+    const float scale = load_normed(input, x, quantization, scratch);
+    block_argmax(warp_logits(stream, input, scale, to), warps, to.best);
 }
 
 // Chooses the token with the largest logit and writes its embedding to x, the input of the next step.
@@ -142,7 +146,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_head_##SUFFIX(const float* x, const float* norm, const T* weight, float* logits, Argmax* best,          \
                              int vocab, int first_token, int columns, float eps, float softcap) {                      \
-        decode_head<T>(x, norm, weight, logits, best, vocab, first_token, columns, eps, softcap);                      \
+        decode_head<T>({x, norm, columns, eps}, weight, {logits, best, vocab, first_token, softcap});                  \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(DECODE_SINGLE_BLOCK_THREADS)                                          \
         decode_greedy_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,          \
@@ -156,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
     quantized_head(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight, float* logits,
                    Argmax* best, int vocab, int first_token, int columns, float eps, float softcap, int quantization,
                    float static_scale) {
-    quantized_head(x, norm, weight, logits, best, vocab, first_token, columns, eps, softcap,
+    quantized_head({x, norm, columns, eps}, weight, {logits, best, vocab, first_token, softcap},
                    {quantization, static_scale});
 }
 

@@ -76,16 +76,16 @@ template <typename T> struct QkvPair {
 };
 
 template <typename T>
-__device__ void decode_qkv(const float* x, const float* norm, const T* weight, const uint32_t* state,
-                           const QkvTarget<T>& to, int columns, float eps) {
+__device__ void decode_qkv(const NormedVector& x, const T* weight, const uint32_t* state, const QkvTarget<T>& to) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[DECODE_MAX_WARPS];
+    const int columns = x.columns;
     const DenseInput input{shared, columns / 8};
     const auto row = [=](int unit, int r) { return as_segments(weight + (size_t)to.row(unit, r) * columns); };
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, to.units(), row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_normed(input, x, norm, columns, eps, scratch);
+    const float scale = load_normed(input, x, scratch);
     const int position = __ldcg(state + STATE_POSITION);
     const uint32_t row_in_cache = cache_row(to.table, position);
     while (stream.has_unit()) {
@@ -97,11 +97,11 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
 }
 
 template <typename T>
-__device__ void quantized_qkv(const float* x, const float* norm, const QuantizedStack& weight, const uint32_t* state,
-                              const QkvTarget<T>& to, int columns, float eps, QuantizationArgs quantization) {
+__device__ void quantized_qkv(const NormedVector& x, const QuantizedStack& weight, const uint32_t* state,
+                              const QkvTarget<T>& to, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
-    const int groups = (columns + 31) / 32;
+    const int groups = (x.columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
     const auto row = [&](int unit, int r, int& matrix) {
         const int row = to.row(unit, r);
@@ -111,7 +111,7 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, to.units(), row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
+    const float scale = load_normed(input, x, quantization, scratch);
     const int position = __ldcg(state + STATE_POSITION);
     const uint32_t row_in_cache = cache_row(to.table, position);
     while (stream.has_unit()) {
@@ -155,13 +155,13 @@ __device__ void decode_qk_norm(const float* q_norm, const float* k_norm, const u
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const uint32_t* state,                 \
                             const __grid_constant__ QkvTarget<T> to, int columns, float eps) {                         \
-        decode_qkv<T>(x, norm, weight, state, to, columns, eps);                                                       \
+        decode_qkv<T>({x, norm, columns, eps}, weight, state, to);                                                     \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,       \
                                const uint32_t* state, const __grid_constant__ QkvTarget<T> to, int columns, float eps, \
                                int quantization, float static_scale) {                                                 \
-        quantized_qkv<T>(x, norm, weight, state, to, columns, eps, {quantization, static_scale});                      \
+        quantized_qkv<T>({x, norm, columns, eps}, weight, state, to, {quantization, static_scale});                    \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)                                                      \
         decode_qk_norm_##SUFFIX(const float* q_norm, const float* k_norm, const uint32_t* state,                       \

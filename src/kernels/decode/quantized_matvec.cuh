@@ -1,6 +1,7 @@
 // Loads the input vector of decode kernels with quantized weights into a QuantizedInput in shared memory.
 // If the checkpoint requires quantized activations, first quantizes the vector to 8 bits.
 #pragma once
+#include "decode/normed_vector.cuh"
 #include "headers/block_sum.cuh"
 #include "quantized/input.cuh"
 #include "quantized/stream.cuh"
@@ -10,18 +11,19 @@
 // In both cases, a lane has four groups in flight.
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
-// Stores norm(x) / scale in `input` and returns the scale. norm(x) is the RMSNorm of x with the weight `norm`.
+// Stores norm(x) / scale in `input` and returns the scale.
 // Quantizes norm(x) / scale to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
 // The caller multiplies the dot products by the scale.
-__device__ __forceinline__ float load_normed(const QuantizedInput& input, const float* x, const float* norm,
-                                             int columns, float eps, QuantizationArgs quantization, float* scratch) {
+__device__ __forceinline__ float load_normed(const QuantizedInput& input, const NormedVector& vector,
+                                             QuantizationArgs quantization, float* scratch) {
+    const int columns = vector.columns;
     const auto quad = [=](int i) {
         if (4 * i >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        return __ldcg(reinterpret_cast<const float4*>(x) + i);
+        return __ldcg(reinterpret_cast<const float4*>(vector.x) + i);
     };
     const auto weighted = [=](int i, float4 a) {
         if (4 * i >= columns) return a;
-        const float4 w = __ldg(reinterpret_cast<const float4*>(norm) + i);
+        const float4 w = __ldg(reinterpret_cast<const float4*>(vector.norm) + i);
         return make_float4(a.x * w.x, a.y * w.y, a.z * w.z, a.w * w.w);
     };
     float squares = 0.0f, largest = 0.0f;
@@ -32,14 +34,14 @@ __device__ __forceinline__ float load_normed(const QuantizedInput& input, const 
             add_squares(a);
             return weighted(i, a);
         });
-        return rsqrtf(block_sum(squares, scratch) / columns + eps);
+        return rsqrtf(block_sum(squares, scratch) / columns + vector.eps);
     }
     for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
         const float4 a = quad(i);
         add_squares(a);
         largest = max_magnitude(largest, max_magnitude(weighted(i, a)));
     }
-    const float rms = rsqrtf(block_sum(squares, scratch) / columns + eps);
+    const float rms = rsqrtf(block_sum(squares, scratch) / columns + vector.eps);
     return fill_quantized(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, quantization, scratch);
 }
 

@@ -7,6 +7,12 @@
 #include "headers/pdl.cuh"
 #include "moe/routing.cuh"
 
+// The logits and the number of all experts of the router, and the number of chosen experts.
+struct Router {
+    const float* logits;
+    int experts, chosen;
+};
+
 // Computes h[n] = silu(gate(norm(x))) · up(norm(x)) for the n-th chosen expert.
 //   x, norm: f32 [columns]; norm(x) is the RMSNorm of x with the weight `norm`
 //   weight: T [experts, 2 · rows, columns], or one quantized matrix
@@ -18,23 +24,23 @@
 //   bytes moved: the weights of the chosen experts
 // A unit consists of row i of gate and row i of up of one chosen expert, and produces one element of h.
 template <typename T>
-__device__ void decode_routed_gate_up(const float* x, const float* norm, const T* weight, const float* logits, T* h,
-                                      int experts, int chosen, int rows, int columns, float eps) {
+__device__ void decode_routed_gate_up(const NormedVector& x, const T* weight, const Router& router, T* h, int rows) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[DECODE_MAX_WARPS];
     __shared__ Routing routing;
+    const int columns = x.columns;
     const DenseInput input{shared, columns / 8};
     pdl_wait();
     pdl_launch_dependents();
-    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, NO_WEIGHTS, threadIdx.x);
+    if (threadIdx.x < 32) routing.choose(router.logits, router.experts, router.chosen, NO_WEIGHTS, threadIdx.x);
     __syncthreads();
     const uint32_t* expert = routing.expert;
     const auto row = [=](int unit, int r) {
         const size_t half = (size_t)expert[unit / rows] * 2 + r;
         return as_segments(weight + (half * rows + unit % rows) * columns);
     };
-    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, chosen * rows, row);
-    const float scale = load_normed(input, x, norm, columns, eps, scratch);
+    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, router.chosen * rows, row);
+    const float scale = load_normed(input, x, scratch);
     while (stream.has_unit()) {
         const int unit = stream.unit;
         float sum[2];
@@ -44,24 +50,23 @@ __device__ void decode_routed_gate_up(const float* x, const float* norm, const T
 }
 
 template <typename T>
-__device__ void quantized_routed_gate_up(const float* x, const float* norm, const QuantizedStack& weight,
-                                         const float* logits, T* h, int experts, int chosen, int rows, int columns,
-                                         float eps, QuantizationArgs quantization) {
+__device__ void quantized_routed_gate_up(const NormedVector& x, const QuantizedStack& weight, const Router& router,
+                                         T* h, int rows, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     __shared__ Routing routing;
-    const int groups = (columns + 31) / 32;
+    const int groups = (x.columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
     pdl_wait();
     pdl_launch_dependents();
-    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, NO_WEIGHTS, threadIdx.x);
+    if (threadIdx.x < 32) routing.choose(router.logits, router.experts, router.chosen, NO_WEIGHTS, threadIdx.x);
     __syncthreads();
     const uint32_t* expert = routing.expert;
     const auto row = [=](int unit, int r, int& matrix) {
         return matrix = 0, ((int)expert[unit / rows] * 2 + r) * rows + unit % rows;
     };
-    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, chosen * rows, row);
-    const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
+    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, router.chosen * rows, row);
+    const float scale = load_normed(input, x, quantization, scratch);
     while (stream.has_unit()) {
         const int unit = stream.unit;
         float sum[2];
@@ -125,15 +130,16 @@ struct ChosenGroups {
 //   bytes moved: the weights of the chosen experts
 // Each unit is one long row.
 template <typename T>
-__device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
-                                   int rows, int columns, int over_all, const Mailboxes& mailboxes) {
+__device__ void decode_routed_down(float* x, const T* h, const T* weight, const Router& router, int over_all, int rows,
+                                   int columns, const Mailboxes& mailboxes) {
     extern __shared__ float4 shared[];
     __shared__ Routing routing;
     const int segments = columns / 8;
-    const DenseInput input{shared, chosen * segments};
+    const DenseInput input{shared, router.chosen * segments};
     // Reading the router logits before pdl_wait() is safe: only the previous kernel, which computes h, can still be
     // running (see headers/pdl.cuh). The router kernel before it has ended.
-    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
+    if (threadIdx.x < 32)
+        routing.choose(router.logits, router.experts, router.chosen, router.chosen, threadIdx.x, over_all);
     const Sender sender(mailboxes);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
@@ -204,16 +210,17 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
 }
 
 template <typename T>
-__device__ void quantized_routed_down(float* x, const T* h, const float* logits, const QuantizedStack& weight,
-                                      int experts, int chosen, int rows, int columns, int over_all,
-                                      QuantizationArgs quantization, const Mailboxes& mailboxes) {
+__device__ void quantized_routed_down(float* x, const T* h, const QuantizedStack& weight, const Router& router,
+                                      int over_all, int rows, int columns, QuantizationArgs quantization,
+                                      const Mailboxes& mailboxes) {
     extern __shared__ float4 vector[];
     __shared__ float factors[MAX_CHOSEN_EXPERTS];
     __shared__ Routing routing;
-    const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
+    const int expert_groups = (columns + 31) / 32, groups = router.chosen * expert_groups;
     const QuantizedInput input(vector, weight, groups);
     // Reading the router logits before pdl_wait() is safe, as in decode_routed_down.
-    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
+    if (threadIdx.x < 32)
+        routing.choose(router.logits, router.experts, router.chosen, router.chosen, threadIdx.x, over_all);
     const Sender sender(mailboxes);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);
@@ -222,7 +229,7 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
                                                                               ChosenGroups{chosen_rows, rows});
     pdl_wait();
     pdl_launch_dependents();
-    load_chosen(input, h, routing, chosen_rows, chosen, columns, quantization, factors);
+    load_chosen(input, h, routing, chosen_rows, router.chosen, columns, quantization, factors);
     while (stream.has_unit()) {
         const int unit = stream.unit;
         const float rest = __ldcg(x + unit);
@@ -236,20 +243,20 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_routed_gate_up_##SUFFIX(const float* x, const float* norm, const T* weight, const float* logits, T* h,  \
                                        int experts, int chosen, int rows, int columns, float eps) {                    \
-        decode_routed_gate_up<T>(x, norm, weight, logits, h, experts, chosen, rows, columns, eps);                     \
+        decode_routed_gate_up<T>({x, norm, columns, eps}, weight, {logits, experts, chosen}, h, rows);                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_routed_down_##SUFFIX(float* x, const T* h, const float* logits, const T* weight, int experts,           \
                                     int chosen, int rows, int columns, int over_all,                                   \
                                     const __grid_constant__ Mailboxes mailboxes) {                                     \
-        decode_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all, mailboxes);              \
+        decode_routed_down<T>(x, h, weight, {logits, experts, chosen}, over_all, rows, columns, mailboxes);            \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_routed_gate_up_##SUFFIX(const float* x, const float* norm,                                           \
                                           const __grid_constant__ QuantizedStack weight, const float* logits, T* h,    \
                                           int experts, int chosen, int rows, int columns, float eps, int quantization, \
                                           float static_scale) {                                                        \
-        quantized_routed_gate_up<T>(x, norm, weight, logits, h, experts, chosen, rows, columns, eps,                   \
+        quantized_routed_gate_up<T>({x, norm, columns, eps}, weight, {logits, experts, chosen}, h, rows,               \
                                     {quantization, static_scale});                                                     \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
@@ -257,7 +264,7 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
                                        const __grid_constant__ QuantizedStack weight, int experts, int chosen,         \
                                        int rows, int columns, int over_all, int quantization, float static_scale,      \
                                        const __grid_constant__ Mailboxes mailboxes) {                                  \
-        quantized_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all,                       \
+        quantized_routed_down<T>(x, h, weight, {logits, experts, chosen}, over_all, rows, columns,                     \
                                  {quantization, static_scale}, mailboxes);                                             \
     }
 DEFINE(__nv_bfloat16, bf16)
