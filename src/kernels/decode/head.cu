@@ -4,6 +4,7 @@
 // If several ranks divide the vocabulary, decode_greedy chooses from the largest logits of all ranks.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
+#include "decode/step_output.cuh"
 #include "headers/activation.cuh"
 #include "headers/pdl.cuh"
 
@@ -103,17 +104,10 @@ __device__ void quantized_head(const NormedVector& x, const QuantizedStack& weig
 // Sends the token to the mailbox, and updates `state`.
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //   best: Argmax [blocks], of the blocks of the head kernel on all ranks; unused entries have a logit of -inf
-//   embedding: T [vocab, columns], or null if quantized_next writes x
-//   embedding_scale: the factor by which the embedding is multiplied
-//   x: f32 [columns]
-//   state: see decode/mod.rs
-//   mailbox: u32 [mailbox_slots] in host memory
-//     Step s writes its token + 1 to slot s % mailbox_slots, or MAILBOX_NO_TOKEN if the step fails.
+//   other arguments: the fields of StepOutput (step_output.cuh)
 //   grid: 1; block: DECODE_SINGLE_BLOCK_THREADS
 //   bytes moved: 8 · blocks + one row of the embedding + 4 · columns
-template <typename T>
-__device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
-                              volatile uint32_t* mailbox, int mailbox_slots, int columns, float embedding_scale) {
+template <typename T> __device__ void decode_greedy(const Argmax* best, int blocks, const StepOutput<T>& output) {
     __shared__ Argmax warps[32];
     const int lane = threadIdx.x % 32;
     pdl_wait();
@@ -132,14 +126,8 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     // The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
     const bool has_token = own.logit > -INFINITY;
     const uint32_t token = has_token ? own.token : 0;
-    for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
-        x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
-    if (threadIdx.x == 0) {
-        const uint32_t steps = state[STATE_STEPS];
-        mailbox[steps % mailbox_slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
-        __threadfence_system();
-        state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
-    }
+    output.write_embedding(token, blockDim.x);
+    if (threadIdx.x == 0) output.send(token, has_token, output.state[STATE_STEPS]);
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
@@ -151,7 +139,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     extern "C" __global__ void __launch_bounds__(DECODE_SINGLE_BLOCK_THREADS)                                          \
         decode_greedy_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,          \
                                volatile uint32_t* mailbox, int mailbox_slots, int columns, float embedding_scale) {    \
-        decode_greedy<T>(best, blocks, embedding, x, state, mailbox, mailbox_slots, columns, embedding_scale);         \
+        decode_greedy<T>(best, blocks, {embedding, embedding_scale, x, columns, state, mailbox, mailbox_slots});       \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

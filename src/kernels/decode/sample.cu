@@ -19,15 +19,12 @@
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if no penalty applies to the token yet, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams
-//   embedding: T [vocab, columns], or null if quantized_next (head.cu) writes x
-//   embedding_scale: the factor by which the embedding is multiplied
-//   x: f32 [columns], the input of the next step
-//   state: see decode/mod.rs
-//   mailbox: see decode_greedy in head.cu
+//   embedding, embedding_scale, x, state, mailbox: see StepOutput (step_output.cuh)
 //   scratch: zeros before and after each launch, except for block_masses
 //   grid: ceil(vocab / SAMPLE_THREADS), but at most one block per multiprocessor; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
 // A launch has 2 grid-wide barriers. Top-k and top-p each add 4 barriers.
+#include "decode/step_output.cuh"
 #include "headers/pdl.cuh"
 #include "sampling/threshold.cuh"
 
@@ -236,13 +233,12 @@ __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned 
 }
 
 template <typename T>
-__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, const T* embedding, float* x,
-                       uint32_t* state, volatile uint32_t* mailbox, SampleScratch* scratch, int vocab, int columns,
-                       int mailbox_slots, float embedding_scale) {
+__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, SampleScratch* scratch,
+                       int vocab, const StepOutput<T>& output) {
     __shared__ unsigned long long warps[32];
     pdl_wait();
     const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
-    const uint32_t steps = __ldcg(state + STATE_STEPS);  // read before a block can finish and increment it
+    const uint32_t steps = __ldcg(output.state + STATE_STEPS);  // read before a block can finish and increment it
     const OwnIds own(vocab);
     Grid grid(scratch, warps);
     float values[SAMPLE_IDS_PER_THREAD];
@@ -264,13 +260,10 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     const bool has_winner = has_token ? winner != NO_TOKEN : blockIdx.x == 0;
     if (has_winner) {
         const uint32_t token = has_token ? winner : 0;
-        for (int i = threadIdx.x; embedding && i < columns; i += SAMPLE_THREADS)
-            x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
+        output.write_embedding(token, SAMPLE_THREADS);
         if (threadIdx.x == 0) {
             if (has_penalty(params)) seen[token] = max(seen[token], 1u) + 1;
-            mailbox[steps % mailbox_slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
-            __threadfence_system();
-            state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
+            output.send(token, has_token, steps);
         }
     }
     grid.reset_scratch();
@@ -281,8 +274,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         decode_sample_##SUFFIX(const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding,        \
                                float* x, uint32_t* state, volatile uint32_t* mailbox, SampleScratch* scratch,          \
                                int vocab, int columns, int mailbox_slots, float embedding_scale) {                     \
-        sample<T>(logits, seen, params, embedding, x, state, mailbox, scratch, vocab, columns, mailbox_slots,          \
-                  embedding_scale);                                                                                    \
+        sample<T>(logits, seen, params, scratch, vocab,                                                                \
+                  {embedding, embedding_scale, x, columns, state, mailbox, mailbox_slots});                            \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)
