@@ -170,8 +170,8 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     }
 }
 
-// Computes x += Σ routing weight · (down(h) + bias) over the chosen experts.
-//   x: f32 [rows]
+// Computes partial += Σ routing weight · (down(h) + bias) over the chosen experts.
+//   partial: f32 [rows]; see StepBuffers in decode/buffers.rs
 //   mailboxes: with several ranks, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
@@ -181,7 +181,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   block: 32 · chosen · DECODE_DOWN_WARPS; DECODE_DOWN_WARPS warps share the columns of an expert's tile
 //   shared memory: bf16 [chosen, columns rounded up to a multiple of 64, 2], then 16 floats per warp
 //   bytes moved: 17/32 · rows · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
-__device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
+__device__ void decode_down_experts(float* partial, const __half* h, const float* logits, Mxfp4Tiles weights,
                                     const float* bias, int experts, int chosen, int rows, int columns,
                                     const Mailboxes& mailboxes) {
     extern __shared__ uint4 inputs[];
@@ -198,13 +198,13 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     TileStream<DECODE_DOWN_WARPS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, tile_warp,
                                                      lane);
     const int row = tile * 16 + threadIdx.x;
-    const bool writes_x = threadIdx.x < 16 && row < rows;
+    const bool writes_partial = threadIdx.x < 16 && row < rows;
     float sum = 0.0f;
-    for (int i = 0; i < chosen && writes_x; ++i)
+    for (int i = 0; i < chosen && writes_partial; ++i)
         sum += routing.weight[i] * __ldg(bias + (size_t)routing.expert[i] * rows + row);
     pdl_wait();
     pdl_launch_dependents();
-    if (writes_x) sum += __ldcg(x + row);
+    if (writes_partial) sum += __ldcg(partial + row);
     for (int i = threadIdx.x; i < chosen * segments; i += blockDim.x) {
         const int row = i / segments, segment = i % segments;
         const uint4 value = segment < full_segments
@@ -220,14 +220,14 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
         sums[warp * 16 + row] = low, sums[warp * 16 + row + 2] = high;
     }
     __syncthreads();
-    if (writes_x) {
+    if (writes_partial) {
         for (int i = 0; i < chosen; ++i) {
             float y = 0.0f;
 #pragma unroll
             for (int w = 0; w < DECODE_DOWN_WARPS; ++w) y += sums[(w * chosen + i) * 16 + threadIdx.x];
             sum += routing.weight[i] * E2M1_UNIT * y;
         }
-        sender.store(x, row, sum);
+        sender.store(partial, row, sum);
     }
 }
 
@@ -240,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
 }
 
 extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_WARPS * DECODE_DOWN_MAX_CHOSEN, 2)
-    decode_down_mxfp4(float* x, const __half* h, const float* logits, const uint8_t* blocks, const uint8_t* scales,
-                      const float* bias, int experts, int chosen, int rows, int columns,
+    decode_down_mxfp4(float* partial, const __half* h, const float* logits, const uint8_t* blocks,
+                      const uint8_t* scales, const float* bias, int experts, int chosen, int rows, int columns,
                       const __grid_constant__ Mailboxes mailboxes) {
-    decode_down_experts(x, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns,
+    decode_down_experts(partial, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns,
                         mailboxes);
 }

@@ -1,11 +1,12 @@
 // Projections whose outputs are added to the residual stream: o_proj, and down_proj of MLPs without experts.
 //
-// Computes out = x + W·y + bias.
+// Computes out = partial + W·y + bias.
 //   weight: T [rows, columns], or one quantized matrix
 //   y: T [columns]
 //   bias: f32 [rows] or null
-//   x: f32 [rows], or null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
-//   out: f32 [rows]; may be the same buffer as x
+//   partial: f32 [rows]; see StepBuffers in decode/buffers.rs
+//     null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
+//   out: f32 [rows]; may be the same buffer as `partial`
 //   mailboxes: with several ranks, the results are sent to all ranks instead of stored in `out` (see Sender)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
@@ -17,8 +18,8 @@
 #include "headers/pdl.cuh"
 
 template <typename T>
-__device__ void decode_residual(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows,
-                                int columns, const Mailboxes& mailboxes) {
+__device__ void decode_residual(const float* partial, float* out, const T* y, const T* weight, const float* bias,
+                                int rows, int columns, const Mailboxes& mailboxes) {
     extern __shared__ float4 shared[];
     const DenseInput input{shared, columns / 8};
     const auto row = [=](int unit, int) { return as_segments(weight + (size_t)unit * columns); };
@@ -30,7 +31,7 @@ __device__ void decode_residual(const float* x, float* out, const T* y, const T*
     load_vector(input, y, [](int) { return 1.0f; });
     while (stream.has_unit()) {
         const int unit = stream.unit;
-        const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
+        const float rest = (partial ? __ldcg(partial + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
         float sum[1];
         stream.multiply(input, sum);
         if (stream.lane == 0) sender.store(out, unit, sum[0] + rest);
@@ -38,7 +39,7 @@ __device__ void decode_residual(const float* x, float* out, const T* y, const T*
 }
 
 template <typename T>
-__device__ void quantized_residual(const float* x, float* out, const T* y, const QuantizedStack& weight,
+__device__ void quantized_residual(const float* partial, float* out, const T* y, const QuantizedStack& weight,
                                    const float* bias, int rows, int columns, QuantizationArgs quantization,
                                    const Mailboxes& mailboxes) {
     extern __shared__ float4 vector[];
@@ -54,7 +55,7 @@ __device__ void quantized_residual(const float* x, float* out, const T* y, const
     const float scale = load_vector(input, y, columns, quantization, scratch);
     while (stream.has_unit()) {
         const int unit = stream.unit;
-        const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
+        const float rest = (partial ? __ldcg(partial + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
         float sum[1];
         stream.multiply(input, sum);
         if (stream.lane == 0) sender.store(out, unit, sum[0] * scale + rest);
@@ -85,16 +86,16 @@ __device__ void decode_add_normed(float* x, const float* y, const float* norm, i
 
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
-        decode_residual_##SUFFIX(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows, \
-                                 int columns, const __grid_constant__ Mailboxes mailboxes) {                           \
-        decode_residual<T>(x, out, y, weight, bias, rows, columns, mailboxes);                                         \
+        decode_residual_##SUFFIX(const float* partial, float* out, const T* y, const T* weight, const float* bias,     \
+                                 int rows, int columns, const __grid_constant__ Mailboxes mailboxes) {                 \
+        decode_residual<T>(partial, out, y, weight, bias, rows, columns, mailboxes);                                   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
-        quantized_residual_##SUFFIX(const float* x, float* out, const T* y,                                            \
+        quantized_residual_##SUFFIX(const float* partial, float* out, const T* y,                                      \
                                     const __grid_constant__ QuantizedStack weight, const float* bias, int rows,        \
                                     int columns, int quantization, float static_scale,                                 \
                                     const __grid_constant__ Mailboxes mailboxes) {                                     \
-        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {quantization, static_scale}, mailboxes);        \
+        quantized_residual<T>(partial, out, y, weight, bias, rows, columns, {quantization, static_scale}, mailboxes);  \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

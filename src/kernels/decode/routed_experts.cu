@@ -116,22 +116,22 @@ struct ChosenGroups {
     }
 };
 
-// Computes x += Σ routing weight · down(h) over the chosen experts.
+// Computes partial += Σ routing weight · down(h) over the chosen experts.
 // The kernel multiplies row n of h by the routing weight of the n-th chosen expert.
-// x[i] increases by the dot product of the result and long row i (see ChosenRows).
-//   x: f32 [rows]
+// partial[i] increases by the dot product of the result and long row i (see ChosenRows).
+//   partial: f32 [rows]; see StepBuffers in decode/buffers.rs
 //   h: T [chosen, columns]
 //   logits: f32 [experts]
 //   weight: T [experts, rows, columns], or one quantized matrix
 //   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
-//   mailboxes: with several ranks, the new values of x are sent to all ranks instead of stored (see Sender)
+//   mailboxes: with several ranks, the new values of `partial` are sent to all ranks instead of stored (see Sender)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
 // Each unit is one long row.
 template <typename T>
-__device__ void decode_routed_down(float* x, const T* h, const T* weight, const Router& router, int over_all, int rows,
-                                   int columns, const Mailboxes& mailboxes) {
+__device__ void decode_routed_down(float* partial, const T* h, const T* weight, const Router& router, int over_all,
+                                   int rows, int columns, const Mailboxes& mailboxes) {
     extern __shared__ float4 shared[];
     __shared__ Routing routing;
     const int segments = columns / 8;
@@ -152,10 +152,10 @@ __device__ void decode_routed_down(float* x, const T* h, const T* weight, const 
     load_vector(input, h, [&](int segment) { return routing.weight[chosen_rows.index_of(segment)]; });
     while (stream.has_unit()) {
         const int unit = stream.unit;
-        const float rest = __ldcg(x + unit);
+        const float rest = __ldcg(partial + unit);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(x, unit, sum[0] + rest);
+        if (stream.lane == 0) sender.store(partial, unit, sum[0] + rest);
     }
 }
 
@@ -210,7 +210,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
 }
 
 template <typename T>
-__device__ void quantized_routed_down(float* x, const T* h, const QuantizedStack& weight, const Router& router,
+__device__ void quantized_routed_down(float* partial, const T* h, const QuantizedStack& weight, const Router& router,
                                       int over_all, int rows, int columns, QuantizationArgs quantization,
                                       const Mailboxes& mailboxes) {
     extern __shared__ float4 vector[];
@@ -232,10 +232,10 @@ __device__ void quantized_routed_down(float* x, const T* h, const QuantizedStack
     load_chosen(input, h, routing, chosen_rows, router.chosen, columns, quantization, factors);
     while (stream.has_unit()) {
         const int unit = stream.unit;
-        const float rest = __ldcg(x + unit);
+        const float rest = __ldcg(partial + unit);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(x, unit, sum[0] + rest);
+        if (stream.lane == 0) sender.store(partial, unit, sum[0] + rest);
     }
 }
 
@@ -246,10 +246,10 @@ __device__ void quantized_routed_down(float* x, const T* h, const QuantizedStack
         decode_routed_gate_up<T>({x, norm, columns, eps}, weight, {logits, experts, chosen}, h, rows);                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
-        decode_routed_down_##SUFFIX(float* x, const T* h, const float* logits, const T* weight, int experts,           \
+        decode_routed_down_##SUFFIX(float* partial, const T* h, const float* logits, const T* weight, int experts,     \
                                     int chosen, int rows, int columns, int over_all,                                   \
                                     const __grid_constant__ Mailboxes mailboxes) {                                     \
-        decode_routed_down<T>(x, h, weight, {logits, experts, chosen}, over_all, rows, columns, mailboxes);            \
+        decode_routed_down<T>(partial, h, weight, {logits, experts, chosen}, over_all, rows, columns, mailboxes);      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_routed_gate_up_##SUFFIX(const float* x, const float* norm,                                           \
@@ -260,11 +260,11 @@ __device__ void quantized_routed_down(float* x, const T* h, const QuantizedStack
                                     {quantization, static_scale});                                                     \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
-        quantized_routed_down_##SUFFIX(float* x, const T* h, const float* logits,                                      \
+        quantized_routed_down_##SUFFIX(float* partial, const T* h, const float* logits,                                \
                                        const __grid_constant__ QuantizedStack weight, int experts, int chosen,         \
                                        int rows, int columns, int over_all, int quantization, float static_scale,      \
                                        const __grid_constant__ Mailboxes mailboxes) {                                  \
-        quantized_routed_down<T>(x, h, weight, {logits, experts, chosen}, over_all, rows, columns,                     \
+        quantized_routed_down<T>(partial, h, weight, {logits, experts, chosen}, over_all, rows, columns,               \
                                  {quantization, static_scale}, mailboxes);                                             \
     }
 DEFINE(__nv_bfloat16, bf16)
