@@ -23,42 +23,56 @@
 
 constexpr int MAX_LANE_DIMS = PORTABLE_MAX_HEAD_DIM / 32;
 
-template <typename T>
-__device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, const uint32_t* positions,
-                          const uint32_t* sequences, const uint32_t* tables, int table_blocks, int heads, int kv_heads,
-                          int head_dim, int window, float scale, float softcap) {
-    const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
+// The arguments of a kernel. The top of this file describes them. `RawArguments` in portable_attention.rs mirrors them.
+template <typename T> struct AttentionArguments {
+    const T *q, *k, *v;
+    const float* sinks;
+    T* out;
+    const uint32_t *positions, *sequences, *tables;
+    int table_blocks, heads, kv_heads, head_dim, window;
+    float scale, softcap;
+
+    // Returns the offset in k and v of a key and its value.
+    __device__ __forceinline__ size_t offset(const uint32_t* table, int position, int kv_head) const {
+        return ((size_t)cache_row(table, position) * kv_heads + kv_head) * head_dim;
+    }
+};
+static_assert(sizeof(AttentionArguments<float>) == 8 * 8 + 8 * 4, "AttentionArguments must match RawArguments");
+
+template <typename T> __device__ void attention(const AttentionArguments<T>& args) {
+    const int head_dim = args.head_dim, window = args.window;
+    const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (args.heads / args.kv_heads);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const uint32_t* table = tables + (size_t)sequences[token] * table_blocks;
-    const int last = positions[token];                                       // the newest visible key: the query's own
+    const uint32_t* table = args.tables + (size_t)args.sequences[token] * args.table_blocks;
+    const int last = args.positions[token];                                  // the newest visible key: the query's own
     const int first = window > 0 && last >= window ? last - window + 1 : 0;  // the oldest visible key
-    const size_t base = ((size_t)token * heads + head) * head_dim;
+    const size_t base = ((size_t)token * args.heads + head) * head_dim;
 
     float query[MAX_LANE_DIMS], sum[MAX_LANE_DIMS];
 #pragma unroll
     for (int i = 0; i < MAX_LANE_DIMS; ++i) {
         const int d = lane + 32 * i;
-        query[i] = d < head_dim ? to_float(q[base + d]) * scale : 0.0f;
+        query[i] = d < head_dim ? to_float(args.q[base + d]) * args.scale : 0.0f;
         sum[i] = 0.0f;
     }
     float top = -INFINITY, total = 0.0f;
     for (int p = first + warp; p <= last; p += warps) {
-        const size_t row = ((size_t)cache_row(table, p) * kv_heads + kv_head) * head_dim;
+        const size_t row = args.offset(table, p, kv_head);
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < MAX_LANE_DIMS; ++i) {
             const int d = lane + 32 * i;
-            if (d < head_dim) score += query[i] * to_float(k[row + d]);
+            if (d < head_dim) score += query[i] * to_float(args.k[row + d]);
         }
         score = warp_sum(score);
-        if (softcap > 0.0f) score = soft_capped(score, softcap);
+        if (args.softcap > 0.0f) score = soft_capped(score, args.softcap);
         const float new_top = fmaxf(top, score);
         const float keep = expf(top - new_top), weight = expf(score - new_top);
         total = total * keep + weight;
 #pragma unroll
         for (int i = 0; i < MAX_LANE_DIMS; ++i) {
             const int d = lane + 32 * i;
-            if (d < head_dim) sum[i] = sum[i] * keep + weight * to_float(v[row + d]);
+            if (d < head_dim) sum[i] = sum[i] * keep + weight * to_float(args.v[row + d]);
         }
         top = new_top;
     }
@@ -73,15 +87,15 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
     __syncthreads();
     // The sink is a logit without a value, so it contributes only to the softmax denominator.
-    float block_top = sinks ? sinks[head] : -INFINITY;
+    float block_top = args.sinks ? args.sinks[head] : -INFINITY;
     for (int w = 0; w < warps; ++w) block_top = fmaxf(block_top, tops[w]);
-    float block_total = sinks ? expf(sinks[head] - block_top) : 0.0f;
+    float block_total = args.sinks ? expf(args.sinks[head] - block_top) : 0.0f;
     // A warp without keys has a maximum of -inf, so it contributes exp(-inf) = 0.
     for (int w = 0; w < warps; ++w) block_total += totals[w] * expf(tops[w] - block_top);
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
         float value = 0.0f;
         for (int w = 0; w < warps; ++w) value += sums[w * head_dim + d] * expf(tops[w] - block_top);
-        out[base + d] = from_float<T>(value / block_total);
+        args.out[base + d] = from_float<T>(value / block_total);
     }
 }
 
@@ -100,12 +114,8 @@ __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void attention_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,      \
-                                                  const uint32_t* positions, const uint32_t* sequences,                \
-                                                  const uint32_t* tables, int table_blocks, int heads, int kv_heads,   \
-                                                  int head_dim, int window, float scale, float softcap) {              \
-        attention<T>(q, k, v, sinks, out, positions, sequences, tables, table_blocks, heads, kv_heads, head_dim,       \
-                     window, scale, softcap);                                                                          \
+    extern "C" __global__ void attention_##SUFFIX(const __grid_constant__ AttentionArguments<T> args) {                \
+        attention<T>(args);                                                                                            \
     }                                                                                                                  \
     extern "C" __global__ void scale_by_sinks_##SUFFIX(T* out, const float* lse, const float* sinks, int tokens,       \
                                                        int heads, int head_dim) {                                      \

@@ -16,32 +16,67 @@ pub(super) use with_cuda::scale_by_sinks;
 #[cfg(feature = "cuda")]
 mod with_cuda {
     use candle_core::cuda_backend::CudaDevice;
+    use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
     use candle_core::{Result, Tensor};
 
     use crate::kernels::SumOrder;
     use crate::kernels::attention::AttentionInputs;
-    use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+    use crate::kernels::attention::CachedLayer;
+    use crate::kernels::launch::{
+        Arguments, Launch, LaunchShape, address, dtype_suffix, kernel_size, module, optional_address,
+    };
+
+    /// Mirrors `AttentionArguments` in `portable_attention.cu`.
+    /// The tensors are device addresses, or 0 for tensors that are `None`.
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct RawArguments {
+        q: u64,
+        k: u64,
+        v: u64,
+        sinks: u64,
+        out: u64,
+        positions: u64,
+        sequences: u64,
+        tables: u64,
+        table_blocks: i32,
+        heads: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        window: i32,
+        scale: f32,
+        softcap: f32,
+    }
+
+    const _: () = assert!(size_of::<RawArguments>() == 8 * 8 + 8 * 4);
+    // SAFETY: the struct has C layout and contains only numbers.
+    unsafe impl DeviceRepr for RawArguments {}
 
     /// Computes attention for all queries into `out`. [`attention`](super::super::attention) checks the inputs.
     pub fn launch(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
-        let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
-        let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, layer.k.dims3()?);
-        let arguments = Arguments::new()
-            .tensor(q)?
-            .tensor(layer.k)?
-            .tensor(layer.v)?
-            .optional(sinks)?
-            .tensor(out)?
-            .tensor(queries.positions())?
-            .tensor(queries.sequences())?
-            .tensor(&blocks.tables)?
-            .int(blocks.tables.dim(1)?)
-            .int(heads)
-            .int(kv_heads)
-            .int(head_dim)
-            .int(mask.window.unwrap_or(0))
-            .float(mask.scale)
-            .float(mask.softcap.unwrap_or(0.0));
+        let AttentionInputs { q, layer: CachedLayer { k, v }, queries, blocks, sinks, mask, sum_order } = inputs;
+        let (tokens, heads, head_dim) = q.dims3()?;
+        let (_, kv_heads, _) = k.dims3()?;
+        let (positions, sequences, tables) = (queries.positions(), queries.sequences(), &blocks.tables);
+        let raw = RawArguments {
+            q: address(q)?,
+            k: address(k)?,
+            v: address(v)?,
+            sinks: optional_address(sinks)?,
+            out: address(out)?,
+            positions: address(positions)?,
+            sequences: address(sequences)?,
+            tables: address(tables)?,
+            table_blocks: kernel_size(tables.dim(1)?)?,
+            heads: kernel_size(heads)?,
+            kv_heads: kernel_size(kv_heads)?,
+            head_dim: kernel_size(head_dim)?,
+            window: kernel_size(mask.window.unwrap_or(0))?,
+            scale: mask.scale,
+            softcap: mask.softcap.unwrap_or(0.0),
+        };
+        let used = [q, k, v, out, positions, sequences, tables].into_iter().chain(sinks);
+        let arguments = Arguments::new().value(raw, used);
         // With few thread blocks, each block needs many warps to keep enough loads in flight.
         // With many thread blocks, 4 warps per block are enough.
         // The number of warps determines the summation order, so `SumOrder::Fixed` always uses 32 warps.
