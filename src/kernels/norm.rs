@@ -30,75 +30,112 @@ pub fn add_norm(
     eps: f32,
     dtype: DType,
 ) -> Result<(Tensor, Tensor)> {
-    let (tokens, columns) = x.dims2()?;
-    let (y, y_bias) = (y.map(|y| y.parts), y.and_then(|y| y.bias));
-    let tensors = [Some(x), y, y_bias, Some(weight), bias].into_iter().flatten();
-    let y_matches = match y.map(Tensor::dims) {
-        None => true,
-        Some(&[1..=MAX_PRODUCT_PARTS, y_tokens, y_columns]) => (y_tokens, y_columns) == (tokens, columns),
-        Some(_) => false,
-    };
-    let shapes_match =
-        y_matches && [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
-    if !shapes_match || tensors.into_iter().any(|tensor| tensor.dtype() != DType::F32) {
-        let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
-        let (bias, y_bias) = (bias.map(Tensor::dims), y_bias.map(Tensor::dims));
-        bail!(
-            "cannot compute add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, \
-             y_bias {y_bias:?}, weight {weight:?}, bias {bias:?}"
-        );
-    }
+    let inputs = Inputs { x, y: y.map(|y| y.parts), y_bias: y.and_then(|y| y.bias), weight, bias, eps };
+    inputs.check()?;
     match x.device() {
-        Device::Cpu => {
-            let sum = match y.map(|y| y.sum(0)).transpose()? {
-                Some(y) => match y_bias {
-                    Some(bias) => (x + y.broadcast_add(bias)?)?,
-                    None => (x + y)?,
-                },
-                None => x.clone(),
-            };
-            let (values, weights) = (to_f32(&sum)?, to_f32(weight)?);
-            let ((values, values_layout), (weights, weights_layout)) =
-                (values.storage_and_layout(), weights.storage_and_layout());
-            let (values, weights) = (elements(&values, values_layout)?, elements(&weights, weights_layout)?);
-            let bias = bias.map(Tensor::to_vec1::<f32>).transpose()?;
-            let normed = reference(values, weights, bias.as_deref(), eps);
-            let normed = Tensor::from_vec(normed, (tokens, columns), &Device::Cpu)?.to_dtype(dtype)?;
-            Ok((sum, normed))
-        }
+        Device::Cpu => inputs.add_norm_on_cpu(dtype),
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => {
-            use crate::kernels::constants::ADD_NORM_THREADS;
-            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element of `normed`.
-            let normed = unsafe { crate::kernels::scratch::empty((tokens, columns), dtype, x.device())? };
-            let sum = match y {
-                // SAFETY: the kernel writes every element of `sum`.
-                Some(_) => unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, x.device())? },
-                None => x.clone(),
-            };
-            let parts = y.map_or(1, |y| y.dims()[0]);
-            let name = if parts > 1 { "add_norm_parts" } else { "add_norm" };
-            let arguments = Arguments::new()
-                .tensor(x)?
-                .optional(y)?
-                .optional(y_bias)?
-                .tensor(weight)?
-                .optional(bias)?
-                .tensor(&sum)?
-                .tensor(&normed)?
-                .int(parts)
-                .int(columns)
-                .float(eps);
-            let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments);
-            // SAFETY: shapes and dtypes are checked above.
-            // Overlap: all threads call `pdl_wait`. Before, they read only `weight` and the bias of y, which no kernel
-            // writes after loading.
-            unsafe { launch.overlapping().enqueue(device)? };
-            Ok((sum, normed))
-        }
+        Device::Cuda(device) => with_cuda::add_norm(device, inputs, dtype),
         _ => crate::kernels::unsupported("add_norm", x),
+    }
+}
+
+/// The inputs of [`add_norm`].
+#[derive(Clone, Copy)]
+struct Inputs<'t> {
+    x: &'t Tensor,
+    /// [`Addend::parts`]
+    y: Option<&'t Tensor>,
+    /// [`Addend::bias`]
+    y_bias: Option<&'t Tensor>,
+    weight: &'t Tensor,
+    bias: Option<&'t Tensor>,
+    eps: f32,
+}
+
+impl Inputs<'_> {
+    /// Checks that all tensors are f32 and have matching shapes.
+    fn check(self) -> Result<()> {
+        let Self { x, y, y_bias, weight, bias, .. } = self;
+        let (tokens, columns) = x.dims2()?;
+        let y_matches = match y.map(Tensor::dims) {
+            None => true,
+            Some(&[1..=MAX_PRODUCT_PARTS, y_tokens, y_columns]) => (y_tokens, y_columns) == (tokens, columns),
+            Some(_) => false,
+        };
+        let vectors_match = [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
+        let mut tensors = [Some(x), y, y_bias, Some(weight), bias].into_iter().flatten();
+        if !y_matches || !vectors_match || tensors.any(|tensor| tensor.dtype() != DType::F32) {
+            let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
+            let (bias, y_bias) = (bias.map(Tensor::dims), y_bias.map(Tensor::dims));
+            bail!(
+                "cannot compute add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, \
+                 y_bias {y_bias:?}, weight {weight:?}, bias {bias:?}"
+            );
+        }
+        Ok(())
+    }
+
+    /// Computes [`add_norm`] in plain Rust.
+    fn add_norm_on_cpu(self, dtype: DType) -> Result<(Tensor, Tensor)> {
+        let Self { x, y, y_bias, weight, bias, eps } = self;
+        let sum = match (y.map(|y| y.sum(0)).transpose()?, y_bias) {
+            (Some(y), Some(y_bias)) => (x + y.broadcast_add(y_bias)?)?,
+            (Some(y), None) => (x + y)?,
+            (None, _) => x.clone(),
+        };
+        let (values, weights) = (to_f32(&sum)?, to_f32(weight)?);
+        let (values, values_layout) = values.storage_and_layout();
+        let (weights, weights_layout) = weights.storage_and_layout();
+        let (values, weights) = (elements(&values, values_layout)?, elements(&weights, weights_layout)?);
+        let bias = bias.map(Tensor::to_vec1::<f32>).transpose()?;
+        let normed = reference(values, weights, bias.as_deref(), eps);
+        let normed = Tensor::from_vec(normed, x.dims(), &Device::Cpu)?.to_dtype(dtype)?;
+        Ok((sum, normed))
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod with_cuda {
+    use candle_core::cuda_backend::CudaDevice;
+    use candle_core::{DType, Result, Tensor};
+
+    use super::Inputs;
+    use crate::kernels::constants::ADD_NORM_THREADS;
+    use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+    use crate::kernels::scratch;
+
+    /// Computes [`add_norm`](super::add_norm) on a GPU. The caller has checked the inputs.
+    pub(super) fn add_norm(device: &CudaDevice, inputs: Inputs, dtype: DType) -> Result<(Tensor, Tensor)> {
+        let Inputs { x, y, y_bias, weight, bias, eps } = inputs;
+        let (tokens, columns) = x.dims2()?;
+        // SAFETY: the kernel writes every element of `normed`.
+        let normed = unsafe { scratch::empty((tokens, columns), dtype, x.device())? };
+        let sum = match y {
+            // SAFETY: the kernel writes every element of `sum`.
+            Some(_) => unsafe { scratch::empty((tokens, columns), DType::F32, x.device())? },
+            None => x.clone(),
+        };
+        let parts = y.map_or(1, |y| y.dims()[0]);
+        let name = if parts > 1 { "add_norm_parts" } else { "add_norm" };
+        let arguments = Arguments::new()
+            .tensor(x)?
+            .optional(y)?
+            .optional(y_bias)?
+            .tensor(weight)?
+            .optional(bias)?
+            .tensor(&sum)?
+            .tensor(&normed)?
+            .int(parts)
+            .int(columns)
+            .float(eps);
+        let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
+        let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments);
+        // SAFETY: `Inputs::check` has checked shapes and dtypes.
+        // Overlap: all threads call `pdl_wait`. Before, they read only `weight` and the bias of y, which no kernel
+        // writes after loading.
+        unsafe { launch.overlapping().enqueue(device)? };
+        Ok((sum, normed))
     }
 }
 
