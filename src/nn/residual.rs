@@ -122,35 +122,55 @@ impl<'l> Residual<'l> {
 
     /// Adds the pending output, if any, to x. Returns the normalized residual stream, in `dtype`.
     pub fn norm(&mut self, norm: &Norm, dtype: DType) -> Result<Tensor> {
-        let (parts, bias) = match self.pending.take() {
-            None => (None, None),
-            Some(Pending::Whole(rows)) => (Some(rows.unsqueeze(0)?), None),
-            Some(Pending::Partial(PartialOutput { mut rows, bias })) => {
-                if let Some(normed) = self.add_norm_fused(&rows, bias, norm, dtype)? {
-                    return Ok(normed);
-                }
-                if self.world.size() > 1 && !matches!(rows, PartialRows::Summed(_)) {
-                    // Try again with rows, because other ranks may wait for this rank (see `World::update_residual`).
-                    rows = PartialRows::Summed(rows.summed(self.partial_form(self.x.dim(0)?, None)?)?);
-                    if let Some(normed) = self.add_norm_fused(&rows, bias, norm, dtype)? {
-                        return Ok(normed);
-                    }
-                }
-                let parts = match rows {
-                    // Only a single rank still has parts here. `Norm::add_norm` adds them up.
-                    PartialRows::ProductParts(parts) => parts,
-                    rows => self.sum_rows(&rows.summed(PartialForm::F32)?)?.unsqueeze(0)?,
-                };
-                (Some(parts), bias)
+        match self.pending.take() {
+            None => self.add_norm(None, norm, dtype),
+            Some(Pending::Whole(rows)) => {
+                let parts = &rows.unsqueeze(0)?;
+                self.add_norm(Some(Addend { parts, bias: None }), norm, dtype)
             }
-        };
-        let addend = parts.as_ref().map(|parts| Addend { parts, bias });
-        let (x, normed) = norm.add_norm(self.whole()?, addend, dtype)?;
+            Some(Pending::Partial(output)) => self.add_norm_partial(output, norm, dtype),
+        }
+    }
+
+    /// Adds y, if any, to x. Returns the normalized sum, in `dtype`.
+    fn add_norm(&mut self, y: Option<Addend>, norm: &Norm, dtype: DType) -> Result<Tensor> {
+        let (x, normed) = norm.add_norm(self.whole()?, y, dtype)?;
         self.x = x;
         Ok(normed)
     }
 
-    /// Adds the partial results of all ranks and the bias to x, and returns the normalized sum, in one kernel.
+    /// Adds the partial results of all ranks and the bias to x. Returns the normalized sum, in `dtype`.
+    /// `output` is this rank's partial result.
+    ///
+    /// If no kernel supports the form of the partial result, several ranks must try again with rows, because other
+    /// ranks may wait for this rank (see [`World::update_residual`]).
+    fn add_norm_partial(&mut self, output: PartialOutput, norm: &Norm, dtype: DType) -> Result<Tensor> {
+        let PartialOutput { rows, bias } = output;
+        let fused = self.add_norm_fused(&rows, bias, norm, dtype)?;
+        match (fused, rows) {
+            (Some(normed), _) => Ok(normed),
+            (None, rows) if self.world.size() == 1 || matches!(rows, PartialRows::Summed(_)) => {
+                self.add_norm_unfused(PartialOutput { rows, bias }, norm, dtype)
+            }
+            (None, rows) => {
+                let rows = PartialRows::Summed(rows.summed(self.partial_form(self.x.dim(0)?, None)?)?);
+                self.add_norm_partial(PartialOutput { rows, bias }, norm, dtype)
+            }
+        }
+    }
+
+    /// Does the work of [`add_norm_partial`](Self::add_norm_partial) in several kernels. Supports every norm.
+    fn add_norm_unfused(&mut self, output: PartialOutput, norm: &Norm, dtype: DType) -> Result<Tensor> {
+        let PartialOutput { rows, bias } = output;
+        let parts = &match rows {
+            // Only a single rank still has parts here. `Norm::add_norm` adds them up.
+            PartialRows::ProductParts(parts) => parts,
+            rows => self.sum_rows(&rows.summed(PartialForm::F32)?)?.unsqueeze(0)?,
+        };
+        self.add_norm(Some(Addend { parts, bias }), norm, dtype)
+    }
+
+    /// Does the work of [`add_norm_partial`](Self::add_norm_partial) in one kernel.
     /// `rows` is this rank's partial result. Returns `None` and leaves x as it is if no kernel supports this, for example
     /// for a LayerNorm.
     fn add_norm_fused(
