@@ -31,7 +31,7 @@ use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::language::Language;
-use crate::runner::{ExecutionMode, NoDecodeGraph, Runner};
+use crate::runner::{ExecutionMode, NoDecodeGraph, PromptParts, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 pub use crate::kernels::sampling::MAX_LOGPROBS;
@@ -61,6 +61,18 @@ pub(super) struct SharedEngineState {
     pub failure: Arc<RankFailure>,
     /// The grammar compiler, or the error message if it cannot be built. Set by the first request with a constraint.
     pub grammars: OnceLock<Result<Arc<GrammarCompiler>, String>>,
+}
+
+/// A checked request, from which the sequences and the event streams of its answers are created.
+struct PreparedRequest {
+    /// The token ids of the prompt, which all answers share.
+    prompt: Arc<Vec<u32>>,
+    prompt_parts: Option<PromptParts>,
+    /// The options of the next answer. The answers differ only in the seed.
+    options: GenerateOptions,
+    constraint: Option<ConstraintState>,
+    record: Option<Arc<RequestRecord>>,
+    submitted: Instant,
 }
 
 impl EngineHandle {
@@ -136,7 +148,6 @@ impl EngineHandle {
         submitted: Instant,
     ) -> Result<Vec<RequestStream>> {
         self.check(&ids, &options)?;
-        let prompt_tokens = ids.len();
         let counters = &self.shared.counters;
         if counters.is_draining.load(Ordering::Relaxed) {
             return Err(Error::Draining.into());
@@ -144,33 +155,41 @@ impl EngineHandle {
         let prompt_parts = self.request_parts(&options)?;
         let record = options.keeps_record.then(|| Arc::new(RequestRecord::new(&ids, chat.as_ref(), &options)));
         let constraint = self.prepare_constraint(&mut options, chat)?;
-        let (mut sequences, mut streams) = (Vec::new(), Vec::new());
-        let ids = Arc::new(ids);
+        let mut request =
+            PreparedRequest { prompt: Arc::new(ids), prompt_parts, options, constraint, record, submitted };
+        let mut answers = Vec::with_capacity(outputs.len());
         for output in outputs {
-            let (sender, events) = unbounded_channel();
-            if self.info().ranks > 1 {
-                self.shared.failure.add(&sender);
-            }
-            let mut sequence = Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender);
-            sequence.prompt_parts = prompt_parts;
-            if let Some(constraint) = &constraint {
-                sequence.constrain(constraint.clone());
-            }
-            let client_end = sequence.client_end().clone();
-            let stream =
-                RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted, client_end);
-            sequences.push(sequence);
-            let prompt = |top| ScoredPrompt { tokens: ids.to_vec(), top, logprobs: Vec::new() };
-            let prompt = options.prompt_logprobs.map(prompt);
-            streams.push(stream.with_record(record.clone()).with_scored_prompt(prompt));
-            options.sampling.seed = options.sampling.seed.wrapping_add(1);
+            answers.push(self.create_answer(&request, output));
+            request.options.sampling.seed = request.options.sampling.seed.wrapping_add(1);
         }
+        let (sequences, streams): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
         // The sequences are then the only owners of the prompt, so the engine thread need not copy it.
-        drop(ids);
+        drop(request);
         let count = streams.len() as u64;
         stats::add(&counters.waiting, count);
         self.send(EngineCommand::Submit(sequences)).inspect_err(|_| stats::subtract(&counters.waiting, count))?;
         Ok(streams)
+    }
+
+    /// Creates the sequence and the event stream of one answer. If the model runs on several ranks, registers the
+    /// sequence, so that its client learns if a rank fails.
+    fn create_answer(&self, request: &PreparedRequest, output: Output) -> (Sequence, RequestStream) {
+        let PreparedRequest { prompt, prompt_parts, options, constraint, record, submitted } = request;
+        let (sender, events) = unbounded_channel();
+        if self.info().ranks > 1 {
+            self.shared.failure.add(&sender);
+        }
+        let mut sequence = Sequence::new(prompt.clone(), options, self.language().stop_ids(), sender);
+        sequence.prompt_parts = *prompt_parts;
+        if let Some(constraint) = constraint {
+            sequence.constrain(constraint.clone());
+        }
+        let client_end = sequence.client_end().clone();
+        let scored_prompt = |top| ScoredPrompt { tokens: prompt.to_vec(), top, logprobs: Vec::new() };
+        let stream = RequestStream::new(events, output, options, prompt.len(), self.info(), *submitted, client_end)
+            .with_record(record.clone())
+            .with_scored_prompt(options.prompt_logprobs.map(scored_prompt));
+        (sequence, stream)
     }
 
     /// Compiles the constraint of a request, if any.
