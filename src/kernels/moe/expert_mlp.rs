@@ -52,20 +52,17 @@ pub fn expert_mlp(
     limit: f32,
     sum_order: SumOrder,
 ) -> Result<ExpertOutputs> {
-    let (tokens, columns) = x.dims2()?;
-    let ((experts, up_rows, _), dtype) = (gate_up.tiles.dims(), gate_up.bias.dtype());
-    let intermediate = up_rows / 2;
-    check_shapes(x, routed, gate_up, down)?;
+    let MlpShape { tokens, chosen, experts, hidden, intermediate } = MlpShape::of_inputs(x, routed, gate_up, down)?;
+    let dtype = gate_up.bias.dtype();
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
-    let pairs = routed.sorted.elem_count();
-    let chosen = pairs / tokens.max(1);
+    let pairs = tokens * chosen;
     // In tiled x and h, each expert's rows start at a multiple of 8, so each expert needs fewer than 8 padding rows.
     let tiled_rows = pairs + 8 * experts;
     // SAFETY: the kernels below write every element that affects a stored result.
     // They may read uninitialized padding rows, but discard the products of these rows.
     let empty = |count: usize, dtype| unsafe { scratch::empty(count, dtype, x.device()) };
     let h = empty(intermediate.div_ceil(64) * tiled_rows * 64, dtype)?;
-    let y = empty(pairs * columns, dtype)?;
+    let y = empty(pairs * hidden, dtype)?;
     let suffix = dtype_suffix(dtype)?;
     let kernel = ProductKernel::choose(device, pairs, gate_up.tiles, sum_order)?;
 
@@ -82,10 +79,12 @@ pub fn expert_mlp(
             .tensor(&routed.sorted)?
             .tensor(&routed.offsets)?
             .tensor(output)?;
-        let (experts, rows, columns) = linear.tiles.dims();
         match kernel {
             ProductKernel::FewPairs(kernel) => kernel.add_sizes(arguments, linear.tiles, tiled_rows, chosen),
-            ProductKernel::ManyPairs { .. } => Ok(arguments.int(rows).int(columns).int(tiled_rows).int(experts)),
+            ProductKernel::ManyPairs { .. } => {
+                let (experts, rows, columns) = linear.tiles.dims();
+                Ok(arguments.int(rows).int(columns).int(tiled_rows).int(experts))
+            }
         }
     };
     let up_arguments = arguments(gate_up, &x_or_tiled, &h)?.float(limit);
@@ -102,7 +101,7 @@ pub fn expert_mlp(
         kernel.launch("gate_up", suffix, up_arguments).overlapping().enqueue(device)?;
         kernel.launch("down", suffix, down_arguments).overlapping().enqueue(device)?;
     }
-    Ok(ExpertOutputs { y: y.reshape((tokens, chosen, columns))?, weights: routed.weights.clone() })
+    Ok(ExpertOutputs { y: y.reshape((tokens, chosen, hidden))?, weights: routed.weights.clone() })
 }
 
 impl ExpertOutputs {
@@ -201,7 +200,8 @@ fn spread_tokens(
     tiled_rows: usize,
     dtype: DType,
 ) -> Result<Tensor> {
-    let ((tokens, columns), chosen) = (x.dims2()?, routed.weights.dim(1)?);
+    let (tokens, columns) = x.dims2()?;
+    let chosen = routed.weights.dim(1)?;
     // SAFETY: the kernel writes the rows of all pairs.
     // The product kernels may read uninitialized padding rows, but discard the products of these rows.
     let tiled = unsafe { scratch::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
@@ -216,41 +216,54 @@ fn spread_tokens(
     Ok(tiled)
 }
 
-fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: ExpertLinear) -> Result<()> {
-    let (tokens, columns) = x.dims2()?;
-    let ((experts, up_rows, up_columns), dtype) = (gate_up.tiles.dims(), gate_up.bias.dtype());
-    let intermediate = up_rows / 2;
-    let tiles_fit = up_columns == columns && down.tiles.dims() == (experts, columns, intermediate);
-    let biases_fit = gate_up.bias.dims() == [experts, up_rows] && down.bias.dims() == [experts, columns];
-    if !tiles_fit || !biases_fit || down.bias.dtype() != dtype || !matches!(dtype, DType::BF16 | DType::F16) {
-        let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
-        bail!(
-            "cannot run experts: x {:?}, gate_up {gate_up:?}, down {down:?} and the biases must match, and the biases \
-             must be BF16 or F16",
-            x.dims()
-        );
+/// The sizes of the inputs of [`expert_mlp`].
+struct MlpShape {
+    tokens: usize,
+    /// The number of experts per token.
+    chosen: usize,
+    experts: usize,
+    hidden: usize,
+    intermediate: usize,
+}
+
+impl MlpShape {
+    /// Returns the sizes. Fails if the shapes or dtypes of the inputs do not match, or if no kernel supports the sizes.
+    fn of_inputs(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: ExpertLinear) -> Result<Self> {
+        let (tokens, hidden) = x.dims2()?;
+        let (experts, up_rows, up_columns) = gate_up.tiles.dims();
+        let (intermediate, dtype) = (up_rows / 2, gate_up.bias.dtype());
+        let tiles_fit = up_columns == hidden && down.tiles.dims() == (experts, hidden, intermediate);
+        let biases_fit = gate_up.bias.dims() == [experts, up_rows] && down.bias.dims() == [experts, hidden];
+        if !tiles_fit || !biases_fit || down.bias.dtype() != dtype || !matches!(dtype, DType::BF16 | DType::F16) {
+            let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
+            bail!(
+                "cannot run experts: x {:?}, gate_up {gate_up:?}, down {down:?} and the biases must match, and the \
+                 biases must be BF16 or F16",
+                x.dims()
+            );
+        }
+        let RoutedPairs { sorted, offsets, weights, rows } = routed;
+        let chosen = sorted.elem_count() / tokens.max(1);
+        let dtypes = [x.dtype(), weights.dtype(), sorted.dtype(), offsets.dtype(), rows.dtype()];
+        if dtypes != [DType::F32, DType::F32, DType::U32, DType::U32, DType::U32]
+            || weights.dims() != [tokens, chosen]
+            || sorted.dims() != [tokens * chosen]
+            || offsets.dims() != [experts + 1]
+            || rows.dims() != sorted.dims()
+        {
+            let (x, weights, sorted, offsets) = (x.dims(), weights.dims(), sorted.dims(), offsets.dims());
+            bail!(
+                "cannot run experts: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets \
+                 {offsets:?} of dtypes {dtypes:?}, or the rows of the pairs, do not match"
+            );
+        }
+        let are_whole_blocks = hidden.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);
+        if experts > MAX_EXPERTS || !are_whole_blocks {
+            bail!(
+                "cannot run experts: unsupported sizes: {experts} experts, hidden size {hidden}, \
+                 intermediate size {intermediate}"
+            );
+        }
+        Ok(Self { tokens, chosen, experts, hidden, intermediate })
     }
-    let RoutedPairs { sorted, offsets, weights, rows } = routed;
-    let chosen = sorted.elem_count() / tokens.max(1);
-    let dtypes = [x.dtype(), weights.dtype(), sorted.dtype(), offsets.dtype(), rows.dtype()];
-    if dtypes != [DType::F32, DType::F32, DType::U32, DType::U32, DType::U32]
-        || weights.dims() != [tokens, chosen]
-        || sorted.dims() != [tokens * chosen]
-        || offsets.dims() != [experts + 1]
-        || rows.dims() != sorted.dims()
-    {
-        let (x, weights, sorted, offsets) = (x.dims(), weights.dims(), sorted.dims(), offsets.dims());
-        bail!(
-            "cannot run experts: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets {offsets:?} \
-             of dtypes {dtypes:?}, or the rows of the pairs, do not match"
-        );
-    }
-    let are_whole_blocks = columns.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);
-    if experts > MAX_EXPERTS || !are_whole_blocks {
-        bail!(
-            "cannot run experts: unsupported sizes: {experts} experts, hidden size {columns}, \
-             intermediate size {intermediate}"
-        );
-    }
-    Ok(())
 }
