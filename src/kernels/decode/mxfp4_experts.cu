@@ -122,21 +122,24 @@ constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
 //   normed: f16 [columns], from the router kernel
 //   normed_scale: f32 [1], from the router kernel
 //   logits: f32 [experts]
-//   weights: [experts, 2 · intermediate, columns] in paired tiles, with gate at position g and up at position g + 8
+//   blocks, scales: see Mxfp4Tiles; weights [experts, 2 · intermediate, columns] in paired tiles, with gate at
+//     position g and up at position g + 8
 //   bias: f32 [experts, 2 · intermediate], with gate and up interleaved
 //   h: f16 [chosen, intermediate]
 //   grid: (ceil(ceil(intermediate / 8) / DECODE_UP_TILES), chosen)
 //   block: DECODE_UP_THREADS; DECODE_UP_WARPS warps share the columns of a tile
 //   shared memory: bf16 [columns rounded up to a multiple of 64, 2]
 //   bytes moved: 17/32 · 2 · intermediate · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
-__device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits,
-                                       Mxfp4Tiles weights, const float* bias, __half* h, int experts, int intermediate,
-                                       int columns, float alpha, float limit) {
+extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
+    decode_gate_up_mxfp4(const __half* normed, const float* normed_scale, const float* logits, const uint8_t* blocks,
+                         const uint8_t* scales, const float* bias, __half* h, int experts, int intermediate,
+                         int columns, float alpha, float limit) {
     extern __shared__ uint4 x[];
     __shared__ float sums[DECODE_UP_TILES][DECODE_UP_WARPS][16];
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32 % DECODE_UP_WARPS, lane = threadIdx.x % 32;
     const int block_tile = threadIdx.x / 32 / DECODE_UP_WARPS;
+    const Mxfp4Tiles weights{blocks, scales, (columns + 63) / 64};
     const int segments = weights.tiles_per_row * 8, full_segments = columns / 8;
     const int tiles = (intermediate + 7) / 8, tile = blockIdx.x * DECODE_UP_TILES + block_tile;
     pdl_wait();
@@ -175,18 +178,21 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   mailboxes: with several ranks, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
-//   weights: [experts, rows, columns] in grouped tiles, with rows 4t to 4t + 3 at positions 2t, 2t + 1, 2t + 8, 2t + 9
+//   blocks, scales: see Mxfp4Tiles; weights [experts, rows, columns] in grouped tiles, with rows 4t to 4t + 3 at
+//     positions 2t, 2t + 1, 2t + 8, 2t + 9
 //   bias: f32 [experts, rows]
 //   grid: ceil(rows / 16)
 //   block: 32 · chosen · DECODE_DOWN_WARPS; DECODE_DOWN_WARPS warps share the columns of an expert's tile
 //   shared memory: bf16 [chosen, columns rounded up to a multiple of 64, 2], then 16 floats per warp
 //   bytes moved: 17/32 · rows · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
-__device__ void decode_down_experts(float* partial, const __half* h, const float* logits, Mxfp4Tiles weights,
-                                    const float* bias, int experts, int chosen, int rows, int columns,
-                                    const Mailboxes& mailboxes) {
+extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_WARPS * DECODE_DOWN_MAX_CHOSEN, 2)
+    decode_down_mxfp4(float* partial, const __half* h, const float* logits, const uint8_t* blocks,
+                      const uint8_t* scales, const float* bias, int experts, int chosen, int rows, int columns,
+                      const __grid_constant__ Mailboxes mailboxes) {
     extern __shared__ uint4 inputs[];
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
+    const Mxfp4Tiles weights{blocks, scales, (columns + 63) / 64};
     const int n = warp % chosen, tile_warp = warp / chosen, segments = weights.tiles_per_row * 8,
               full_segments = columns / 8;
     float* sums = reinterpret_cast<float*>(inputs + 2 * chosen * segments);
@@ -229,20 +235,4 @@ __device__ void decode_down_experts(float* partial, const __half* h, const float
         }
         sender.store(partial, row, sum);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
-    decode_gate_up_mxfp4(const __half* normed, const float* normed_scale, const float* logits, const uint8_t* blocks,
-                         const uint8_t* scales, const float* bias, __half* h, int experts, int intermediate,
-                         int columns, float alpha, float limit) {
-    decode_gate_up_experts(normed, normed_scale, logits, {blocks, scales, (columns + 63) / 64}, bias, h, experts,
-                           intermediate, columns, alpha, limit);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_WARPS * DECODE_DOWN_MAX_CHOSEN, 2)
-    decode_down_mxfp4(float* partial, const __half* h, const float* logits, const uint8_t* blocks,
-                      const uint8_t* scales, const float* bias, int experts, int chosen, int rows, int columns,
-                      const __grid_constant__ Mailboxes mailboxes) {
-    decode_down_experts(partial, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns,
-                        mailboxes);
 }

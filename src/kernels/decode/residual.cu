@@ -5,7 +5,7 @@
 //   y: T [columns]
 //   bias: f32 [rows] or null
 //   partial: f32 [rows]; see StepBuffers in decode/buffers.rs
-//     null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
+//     null if the model has a post-norm; decode_add_normed_f32 then adds norm(out) to the residual stream
 //   out: f32 [rows]; may be the same buffer as `partial`
 //   mailboxes: with several ranks, the results are sent to all ranks instead of stored in `out` (see Sender)
 //   grid: at most one block per multiprocessor
@@ -66,7 +66,8 @@ __device__ void quantized_residual(const float* partial, float* out, const T* y,
 //   x, y, norm: f32 [columns]; norm(y) is the RMSNorm of y with the weight `norm`
 //   grid: 1; block: DECODE_SINGLE_BLOCK_THREADS
 //   bytes moved: 16 · columns
-__device__ void decode_add_normed(float* x, const float* y, const float* norm, int columns, float eps) {
+extern "C" __global__ void __launch_bounds__(DECODE_SINGLE_BLOCK_THREADS)
+    decode_add_normed_f32(float* x, const float* y, const float* norm, int columns, float eps) {
     __shared__ float scratch[32];
     pdl_wait();
     pdl_launch_dependents();
@@ -99,8 +100,3 @@ __device__ void decode_add_normed(float* x, const float* y, const float* norm, i
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)
-
-extern "C" __global__ void __launch_bounds__(DECODE_SINGLE_BLOCK_THREADS)
-    decode_add_normed_f32(float* x, const float* y, const float* norm, int columns, float eps) {
-    decode_add_normed(x, y, norm, columns, eps);
-}

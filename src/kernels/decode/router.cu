@@ -25,8 +25,9 @@ __device__ __forceinline__ float4 load_early(const float4* address) {
     return v;
 }
 
-__device__ void decode_router(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
-                              __half* normed, float* normed_scale, int columns, int experts, float eps) {
+extern "C" __global__ void __launch_bounds__(DECODE_ROUTER_THREADS)
+    decode_router_f32(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
+                      __half* normed, float* normed_scale, int columns, int experts, float eps) {
     __shared__ float scratch[3][32];
     const int expert = blockIdx.x, quads = columns / 4, warps = blockDim.x / 32;
     constexpr int PREFETCHED = 4;
@@ -83,10 +84,4 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         logits[expert] = dot * rms + router_bias;
         if (normed && expert == 0) *normed_scale = exp2f((float)exponent);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(DECODE_ROUTER_THREADS)
-    decode_router_f32(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
-                      __half* normed, float* normed_scale, int columns, int experts, float eps) {
-    decode_router(x, norm, weight, bias, logits, normed, normed_scale, columns, experts, eps);
 }
