@@ -48,8 +48,9 @@ mod with_cuda {
         softcap: f32,
     }
 
+    // The last 4 bytes are padding.
     const _: () = assert!(size_of::<RawArguments>() == 8 * 8 + 8 * 4);
-    // SAFETY: the struct has C layout and contains only numbers.
+    // SAFETY: the struct has C layout and contains only numbers. The kernel does not read the padding.
     unsafe impl DeviceRepr for RawArguments {}
 
     /// Computes attention for all queries into `out`. [`attention`](super::super::attention) checks the inputs.
