@@ -81,7 +81,7 @@ pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> Candle
         world.all_gather(())?;
         let started = Instant::now();
         for _ in 0..OPERATIONS {
-            exchange.sum(&x)?;
+            exchange.queue_sum(&x)?;
         }
         device.cuda_stream().synchronize().w()?;
         Ok(started.elapsed().as_secs_f64() / OPERATIONS as f64)

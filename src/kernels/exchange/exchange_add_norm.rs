@@ -79,7 +79,7 @@ enum UpdateKernel {
 impl UpdateKernel {
     const ALL: [Self; 3] = [Self::OwnRows, Self::AllRowsRounded, Self::AllRowsExact];
 
-    /// Returns whether there is a kernel for the form of `partial`. If bf16 rows must not be rounded, `update_residual`
+    /// Returns whether there is a kernel for the form of `partial`. If bf16 rows must not be rounded, `queue_update`
     /// converts them to f32.
     fn supports(self, partial: PartialResult) -> bool {
         let is_bf16 = matches!(partial, PartialResult::Rows(rows) if rows.dtype() == DType::BF16);
@@ -123,7 +123,7 @@ impl GpuExchange {
     /// rows.
     /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds` is false.
     /// Fails if the shapes do not match.
-    pub(super) fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
+    pub(super) fn queue_update(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, is_divided, partial, bias, weight, eps: _, dtype } = *update;
         let (rows, columns) = x.dims2()?;
         let partial_fits = match partial {
@@ -188,7 +188,7 @@ impl GpuExchange {
         let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
         let kernel = if rounds { UpdateKernel::AllRowsRounded } else { UpdateKernel::AllRowsExact };
         let launch = self.update_launch(kernel, update, &sum, &normed, 0..rows)?;
-        // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
+        // SAFETY: `queue_update` has checked all shapes and dtypes. The mailboxes live as long as `self`.
         // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
         unsafe { self.enqueue(launch.overlapping())? };
         Ok(UpdatedResidual { x: sum, is_divided: false, normed })
@@ -206,7 +206,7 @@ impl GpuExchange {
         let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
         for range in ranges {
             let launch = self.update_launch(UpdateKernel::OwnRows, update, &sum, &normed, range)?;
-            // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
+            // SAFETY: `queue_update` has checked all shapes and dtypes. The mailboxes live as long as `self`.
             // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.
             unsafe { self.enqueue(launch.overlapping())? };
         }
@@ -286,8 +286,8 @@ impl GpuExchange {
     }
 
     /// Collects the rows of all ranks in a new tensor, f32 `[rows, columns]`. `x` is a divided result of
-    /// `update_residual`, which is valid only in this rank's rows.
-    pub(super) fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
+    /// `queue_update`, which is valid only in this rank's rows.
+    pub(super) fn queue_gather(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         if x.dtype() != DType::F32 || !columns.is_multiple_of(4) || !address(x)?.is_multiple_of(16) {
             let dtype = x.dtype();

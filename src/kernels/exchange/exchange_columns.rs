@@ -19,7 +19,7 @@ pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &T
 impl GpuExchange {
     /// Returns the columns of all ranks: f32 `[rows, columns]`. `x` is f32 `[rows, columns of this rank]`.
     /// If `out` is given, writes the columns to `out` and returns it.
-    pub(super) fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
+    pub(super) fn queue_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
         let (rows, _) = x.dims2()?;
         let from = x.contiguous()?;
         let out = match out {

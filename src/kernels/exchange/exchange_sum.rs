@@ -63,16 +63,16 @@ impl GpuExchange {
     }
 
     /// Returns the sum of `x` over all ranks, in the dtype of `x`.
-    pub(super) fn sum(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn queue_sum(&self, x: &Tensor) -> Result<Tensor> {
         self.sum_in_launches(x, self.region(), |x, out| self.sum_launch(x, out, false))
     }
 
-    /// Like [`sum`](Self::sum), but rounds every rank's `x` to bf16 before the addition.
+    /// Like [`queue_sum`](Self::queue_sum), but rounds every rank's `x` to bf16 before the addition.
     /// With more than two ranks, also rounds the sum.
     /// Rounds nothing if the number of elements is not a multiple of 8.
-    pub(super) fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn queue_rounded_sum(&self, x: &Tensor) -> Result<Tensor> {
         if !x.elem_count().is_multiple_of(8) {
-            return self.sum(x);
+            return self.queue_sum(x);
         }
         self.sum_in_launches(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
     }

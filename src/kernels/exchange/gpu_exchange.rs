@@ -253,7 +253,7 @@ impl GpuExchange {
         for round in 0..2 * EXCHANGE_BUFFERS {
             let value = |rank: usize| (round * 100 + rank) as f32;
             let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
-            let sums = self.sum(&x)?;
+            let sums = self.queue_sum(&x)?;
             // Synchronize before the copy to the host: if ranks share a GPU, a copy that waits for the sums could block
             // the launches of the other ranks.
             self.device.cuda_stream().synchronize().w()?;
@@ -270,7 +270,6 @@ impl GpuExchange {
     }
 }
 
-#[deny(unconditional_recursion)]
 impl Exchange for GpuExchange {
     fn can_queue(&self) -> bool {
         !self.shares_gpu || self.is_capturing()
@@ -281,28 +280,24 @@ impl Exchange for GpuExchange {
         self.launch_within(if may_load { LOAD_TIMEOUT } else { ANSWER_TIMEOUT }, launch)
     }
 
-    // The files `exchange_*.rs` define the operations as functions of `GpuExchange` with the same names.
-    // A path that starts with `GpuExchange::` means these functions, not the functions of the trait. Without the
-    // function of `GpuExchange`, the path would mean the function of the trait, which would call itself.
-
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
-        GpuExchange::sum(self, x)
+        self.queue_sum(x)
     }
 
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
-        GpuExchange::sum_rounded(self, x)
+        self.queue_rounded_sum(x)
     }
 
     fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
-        GpuExchange::update_residual(self, update, rounds)
+        self.queue_update(update, rounds)
     }
 
     fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
-        GpuExchange::gather_rows(self, x)
+        self.queue_gather(x)
     }
 
     fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
-        GpuExchange::concat_columns(self, x, columns, out)
+        self.queue_columns(x, columns, out)
     }
 
     fn missing_rank(&self) -> Option<usize> {
