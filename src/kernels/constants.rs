@@ -35,11 +35,11 @@ pub const TENSOR_MAP_ELEMENT_BYTES: usize = 8;
 /// Heads per warp in the RoPE kernel `split_qkv`.
 /// A warp with several heads has more loads in flight, and reads cosines and sines once for all its heads.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
-/// Heads per lane in the RoPE kernels `split_qkv_wide` and `split_qkv_wide_parts`.
+/// Heads per lane in the RoPE kernels `split_qkv_wide` and `split_qkv_wide_terms`.
 /// In these kernels, a lane loads four adjacent elements at once.
 pub const ROPE_WIDE_HEADS: usize = 2;
 /// Up to this number of tokens, the RoPE kernels run in small thread blocks, because large ones would leave
-/// multiprocessors idle. They also run in small thread blocks if the QKV output has several parts.
+/// multiprocessors idle. They also run in small thread blocks if the QKV output has several terms.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
 // Exchange between ranks (`exchange/*.rs`, `exchange/*.cu`).
@@ -62,7 +62,7 @@ pub const EXCHANGE_ROW_THREADS: usize = 512;
 /// In the kernels for narrower rows, a row is one segment. A thread has 8 columns of each segment.
 pub const EXCHANGE_ROW_SEGMENTS: usize = 4;
 /// Blocks per multiprocessor in the `exchange_add_norm` kernels for rows of one segment, except with
-/// `PartialResult::ProductParts`.
+/// `PartialResult::ProductTerms`.
 /// Two blocks have more rows in flight than one.
 pub const EXCHANGE_ROW_BLOCKS: usize = 2;
 
@@ -142,9 +142,9 @@ pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 
 // Products of dense matrices and several tokens on Hopper (`matmul/dense_wgmma.rs`, `matmul/dense_wgmma.cu`).
 
-/// The maximum number of parts of a product. Each part is the sum over some of the columns.
-/// Kernels that add up the parts load all parts at once, so each part takes registers (`headers/sum_parts.cuh`).
-pub const MAX_PRODUCT_PARTS: usize = 8;
+/// The maximum number of terms of a product. Each term is the sum over some of the columns.
+/// Kernels that add up the terms load all terms at once, so each term takes registers (`headers/sum_terms.cuh`).
+pub const MAX_PRODUCT_TERMS: usize = 8;
 /// The maximum number of tokens for the dense_wgmma kernels.
 pub const DENSE_WGMMA_MAX_TOKENS: usize = 128;
 /// The maximum number of tokens of each dense_wgmma kernel.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::activation::{Activation, gated_halves};
-use super::matmul::{matmul_f32_into, matmul_gated, matmul_parts, matmul_rounded};
+use super::matmul::{matmul_f32_into, matmul_gated, matmul_rounded, matmul_terms};
 #[cfg(feature = "cuda")]
 use super::quantized::quantized_ops;
 use super::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
@@ -125,10 +125,10 @@ impl Matrix {
         }
     }
 
-    /// Returns x · Wᵀ as partial sums, f32 `[parts, tokens, rows]`. The product is the sum over these parts.
-    pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+    /// Returns x · Wᵀ as terms, f32 `[terms, tokens, rows]`. The product is the sum over the terms.
+    pub fn matmul_terms(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         match self {
-            Self::Dense(weight) if weight.elem_count() > 0 => matmul_parts(x, weight, sum_order),
+            Self::Dense(weight) if weight.elem_count() > 0 => matmul_terms(x, weight, sum_order),
             _ => self.matmul(x, sum_order)?.unsqueeze(0),
         }
     }

@@ -1,19 +1,19 @@
 // Residual addition and RMSNorm: sum = x + y + y_bias, normed = sum / sqrt(mean(sum²) + eps) · weight.
 // With `bias`, LayerNorm replaces RMSNorm: the mean of sum is subtracted first, and `bias` is added last.
 //   x, sum: f32 [tokens, columns]
-//   y: f32 [parts, tokens, columns] or null; the parts are added up
+//   y: f32 [terms, tokens, columns] or null; the terms are added up
 //     if y is null, the kernel normalizes x and does not write sum
 //   y_bias: f32 [columns] or null; null means zeros
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null
 //   normed: T [tokens, columns]
 //   grid: tokens; block: ADD_NORM_THREADS
-//   bytes moved: tokens · columns · (8 + 4 · parts + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
+//   bytes moved: tokens · columns · (8 + 4 · terms + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
 #include "constants.cuh"
 #include "headers/block_sum.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
-#include "headers/sum_parts.cuh"
+#include "headers/sum_terms.cuh"
 #include "headers/tensor_core.cuh"
 
 // A thread keeps up to HELD · WIDTH elements of a row in registers, and reloads its other elements for each use.
@@ -49,20 +49,20 @@ template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, co
         *to = from_float<T>(e.v[0]);
 }
 
-// PARTS says whether y can have several parts.
-template <typename T, int WIDTH, bool PARTS>
+// SEVERAL says whether y can have several terms.
+template <typename T, int WIDTH, bool SEVERAL>
 __device__ void add_norm(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias,
-                         float* sum, T* normed, int parts, int columns, float eps) {
+                         float* sum, T* normed, int terms, int columns, float eps) {
     __shared__ float scratch[2][32];  // one row for each call of block_sum
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
     const float* const added = y ? sum : x;  // each thread rereads only its own elements of this array
 
-    // Returns elements WIDTH · i to WIDTH · i + WIDTH - 1 of this row of y: the sum of the parts.
+    // Returns elements WIDTH · i to WIDTH · i + WIDTH - 1 of this row of y: the sum of the terms.
     const auto load_y = [&](int i) {
-        return sum_parts<PARTS>(parts, [&](int part) {
-            return load<WIDTH>(y + (size_t)part * gridDim.x * columns + i * WIDTH);
+        return sum_terms<SEVERAL>(terms, [&](int term) {
+            return load<WIDTH>(y + (size_t)term * gridDim.x * columns + i * WIDTH);
         });
     };
 
@@ -138,16 +138,16 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     });
 }
 
-#define DEFINE_KERNEL(T, NAME, PARTS)                                                                                  \
+#define DEFINE_KERNEL(T, NAME, SEVERAL)                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         NAME(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias, float* sum,  \
-             T* normed, int parts, int columns, float eps) {                                                           \
+             T* normed, int terms, int columns, float eps) {                                                           \
         if (columns % 4 == 0)                                                                                          \
-            add_norm<T, 4, PARTS>(x, y, y_bias, weight, bias, sum, normed, parts, columns, eps);                       \
+            add_norm<T, 4, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                       \
         else                                                                                                           \
-            add_norm<T, 1, PARTS>(x, y, y_bias, weight, bias, sum, normed, parts, columns, eps);                       \
+            add_norm<T, 1, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                       \
     }
 #define DEFINE(T, SUFFIX)                                                                                              \
     DEFINE_KERNEL(T, add_norm_##SUFFIX, false)                                                                         \
-    DEFINE_KERNEL(T, add_norm_parts_##SUFFIX, true)
+    DEFINE_KERNEL(T, add_norm_terms_##SUFFIX, true)
 FOR_EACH_DTYPE(DEFINE)

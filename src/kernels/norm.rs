@@ -3,14 +3,14 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use crate::kernels::constants::MAX_PRODUCT_PARTS;
+use crate::kernels::constants::MAX_PRODUCT_TERMS;
 use crate::kernels::{elements, to_f32};
 
 /// The addend y of [`add_norm`], such as the output of attention.
 #[derive(Clone, Copy)]
 pub struct Addend<'t> {
-    /// 1 to `MAX_PRODUCT_PARTS` parts whose sum is y without its bias: f32 `[parts, tokens, hidden]`.
-    pub parts: &'t Tensor,
+    /// 1 to `MAX_PRODUCT_TERMS` terms whose sum is y without its bias: f32 `[terms, tokens, hidden]`.
+    pub terms: &'t Tensor,
     /// A bias to add to every row of y, such as the bias of `o_proj`: f32 `[hidden]`.
     pub bias: Option<&'t Tensor>,
 }
@@ -30,7 +30,7 @@ pub fn add_norm(
     eps: f32,
     dtype: DType,
 ) -> Result<(Tensor, Tensor)> {
-    let inputs = Inputs { x, y: y.map(|y| y.parts), y_bias: y.and_then(|y| y.bias), weight, bias, eps };
+    let inputs = Inputs { x, y: y.map(|y| y.terms), y_bias: y.and_then(|y| y.bias), weight, bias, eps };
     inputs.check()?;
     match x.device() {
         Device::Cpu => inputs.add_norm_on_cpu(dtype),
@@ -44,7 +44,7 @@ pub fn add_norm(
 #[derive(Clone, Copy)]
 struct Inputs<'t> {
     x: &'t Tensor,
-    /// [`Addend::parts`]
+    /// [`Addend::terms`]
     y: Option<&'t Tensor>,
     /// [`Addend::bias`]
     y_bias: Option<&'t Tensor>,
@@ -60,7 +60,7 @@ impl Inputs<'_> {
         let (tokens, columns) = x.dims2()?;
         let y_matches = match y.map(Tensor::dims) {
             None => true,
-            Some(&[1..=MAX_PRODUCT_PARTS, y_tokens, y_columns]) => (y_tokens, y_columns) == (tokens, columns),
+            Some(&[1..=MAX_PRODUCT_TERMS, y_tokens, y_columns]) => (y_tokens, y_columns) == (tokens, columns),
             Some(_) => false,
         };
         let vectors_match = [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
@@ -116,8 +116,8 @@ mod with_cuda {
             Some(_) => unsafe { scratch::empty((tokens, columns), DType::F32, x.device())? },
             None => x.clone(),
         };
-        let parts = y.map_or(1, |y| y.dims()[0]);
-        let name = if parts > 1 { "add_norm_parts" } else { "add_norm" };
+        let terms = y.map_or(1, |y| y.dims()[0]);
+        let name = if terms > 1 { "add_norm_terms" } else { "add_norm" };
         let arguments = Arguments::new()
             .tensor(x)?
             .optional(y)?
@@ -126,7 +126,7 @@ mod with_cuda {
             .optional(bias)?
             .tensor(&sum)?
             .tensor(&normed)?
-            .int(parts)
+            .int(terms)
             .int(columns)
             .float(eps);
         let kernel = format!("{name}_{}", dtype_suffix(dtype)?);

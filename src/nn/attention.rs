@@ -207,7 +207,7 @@ impl Attention {
         let (cached, blocks) = (cache.layer(layer), pass.blocks(cache.layout().group(layer)));
 
         // 1. project, normalize and rotate; write k and v to the cache
-        let qkv = self.qkv_proj.matmul_parts(x, pass.sum_order())?;
+        let qkv = self.qkv_proj.matmul_terms(x, pass.sum_order())?;
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
         let rotation = self.rotary.rotation(pass.queries().positions());
         let sizes = HeadSizes { heads, kv_heads, head_dim };

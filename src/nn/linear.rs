@@ -97,7 +97,7 @@ impl Linear {
     }
 
     /// Maps x `[tokens, in]` to this rank's partial result: x·Wᵀ, where x and W have only this rank's columns.
-    /// `form` determines the dtype, and whether the product may consist of several parts.
+    /// `form` determines the dtype, and whether the product may consist of several terms.
     /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_partial(
         &self,
@@ -107,7 +107,7 @@ impl Linear {
     ) -> Result<PartialOutput<'_>> {
         let rows = match form {
             PartialForm::F32 => PartialRows::Summed(self.weight.matmul(x, sum_order)?),
-            PartialForm::ProductParts => PartialRows::ProductParts(self.weight.matmul_parts(x, sum_order)?),
+            PartialForm::ProductTerms => PartialRows::ProductTerms(self.weight.matmul_terms(x, sum_order)?),
             PartialForm::Rounded => PartialRows::Summed(self.weight.matmul_rounded(x, sum_order)?),
         };
         Ok(PartialOutput { rows, bias: self.bias.as_ref() })
@@ -134,9 +134,9 @@ impl Linear {
         Ok(())
     }
 
-    /// Returns x·Wᵀ without the bias, as f32 `[parts, tokens, out]`. The product is the sum over the parts.
-    pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        Ok(self.weight.matmul_parts(x, sum_order)?)
+    /// Returns x·Wᵀ without the bias, as f32 `[terms, tokens, out]`. The product is the sum over the terms.
+    pub fn matmul_terms(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        Ok(self.weight.matmul_terms(x, sum_order)?)
     }
 
     /// Maps x `[tokens, in]` to activation(gate) · up, `[tokens, out / 2]` in `dtype`.

@@ -37,7 +37,7 @@ impl<'w> ProductKernels<'w> {
     /// Loads the kernels of `qkv_proj`, `o_proj` and a dense MLP.
     pub fn load_layer(&mut self, layer: &DecoderLayer) -> Result<()> {
         let qkv_proj = &layer.self_attn.qkv_proj;
-        self.load(qkv_proj, Some(PartialForm::ProductParts), |x| run(qkv_proj, x, PartialForm::ProductParts))?;
+        self.load(qkv_proj, Some(PartialForm::ProductTerms), |x| run(qkv_proj, x, PartialForm::ProductTerms))?;
         self.load_partial(&layer.self_attn.o_proj, layer.attention_post_norm.as_ref())?;
         self.load_mlp(&layer.mlp, layer.mlp_post_norm.as_ref())
     }

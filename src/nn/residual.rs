@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::norm::Norm;
 use super::pass::{Pass, RowSelection};
-use crate::kernels::matmul::has_parts;
+use crate::kernels::matmul::has_several_terms;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::ExpertOutputs;
 use crate::kernels::norm::Addend;
@@ -26,9 +26,9 @@ pub(crate) struct PartialOutput<'l> {
 pub(crate) enum PartialRows {
     /// The rows in one tensor, `[tokens, hidden]`: f32, or possibly the compute dtype with [`PartialForm::Rounded`].
     Summed(Tensor),
-    /// The parts of a matrix product, f32 `[parts, tokens, hidden]` (see `kernels::matmul::matmul_parts`).
-    /// The rows are the sum of the parts.
-    ProductParts(Tensor),
+    /// The terms of a matrix product, f32 `[terms, tokens, hidden]` (see `kernels::matmul::matmul_terms`).
+    /// The rows are the sum of the terms.
+    ProductTerms(Tensor),
     /// The outputs of each token's experts. A token's row is the weighted sum of these outputs.
     #[cfg(feature = "cuda")]
     PerExpert(ExpertOutputs),
@@ -41,10 +41,10 @@ impl PartialRows {
     fn summed(self, form: PartialForm) -> Result<Tensor> {
         match self {
             Self::Summed(rows) => Ok(rows),
-            Self::ProductParts(parts) => sum_parts(&parts),
+            Self::ProductTerms(terms) => sum_terms(&terms),
             #[cfg(feature = "cuda")]
             Self::PerExpert(outputs) => Ok(match form {
-                PartialForm::F32 | PartialForm::ProductParts => outputs.sum(DType::F32)?,
+                PartialForm::F32 | PartialForm::ProductTerms => outputs.sum(DType::F32)?,
                 PartialForm::Rounded => outputs.sum(outputs.dtype())?,
             }),
         }
@@ -55,8 +55,8 @@ impl PartialRows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PartialForm {
     F32,
-    /// The product may be split into several parts, which the kernel that updates the residual stream adds up.
-    ProductParts,
+    /// The product may be split into several terms, which the kernel that updates the residual stream adds up.
+    ProductTerms,
     /// For large products, which the ranks round to bf16 anyway when they add their partial results.
     /// The product may already be in the compute dtype, which takes less time to write and read than f32.
     Rounded,
@@ -67,21 +67,21 @@ impl PartialForm {
     /// `post_norm` is the norm that will be applied to the output, if any.
     pub fn choose(world: &World, device: &Device, (rows, hidden): (usize, usize), post_norm: Option<&Norm>) -> Self {
         match post_norm {
-            None if world.size() == 1 => Self::ProductParts,
-            // If the product can only have one part, `Rounded` takes less time than `ProductParts`.
-            None if world.can_add_product_parts() && has_parts(device, rows) => Self::ProductParts,
+            None if world.size() == 1 => Self::ProductTerms,
+            // If the product can only have one term, `Rounded` takes less time than `ProductTerms`.
+            None if world.can_add_product_terms() && has_several_terms(device, rows) => Self::ProductTerms,
             _ if world.can_round(rows * hidden) => Self::Rounded,
             _ => Self::F32,
         }
     }
 }
 
-/// Returns the sum of the parts of a product, f32 `[tokens, hidden]`.
+/// Returns the sum of the terms of a product, f32 `[tokens, hidden]`.
 /// Does not call candle's `sum`, which a CUDA graph cannot capture, because it copies the shape of its input from the
 /// host to the GPU.
-fn sum_parts(parts: &Tensor) -> Result<Tensor> {
-    let first = parts.get(0)?;
-    (1..parts.dim(0)?).try_fold(first, |sum, part| Ok((sum + parts.get(part)?)?))
+fn sum_terms(terms: &Tensor) -> Result<Tensor> {
+    let first = terms.get(0)?;
+    (1..terms.dim(0)?).try_fold(first, |sum, term| Ok((sum + terms.get(term)?)?))
 }
 
 /// The output that is to be added to the residual stream next.
@@ -125,8 +125,8 @@ impl<'l> Residual<'l> {
         match self.pending.take() {
             None => self.add_norm(None, norm, dtype),
             Some(Pending::Whole(rows)) => {
-                let parts = &rows.unsqueeze(0)?;
-                self.add_norm(Some(Addend { parts, bias: None }), norm, dtype)
+                let terms = &rows.unsqueeze(0)?;
+                self.add_norm(Some(Addend { terms, bias: None }), norm, dtype)
             }
             Some(Pending::Partial(output)) => self.add_norm_partial(output, norm, dtype),
         }
@@ -162,17 +162,17 @@ impl<'l> Residual<'l> {
     /// Does the work of [`add_norm_partial`](Self::add_norm_partial) in several kernels. Supports every norm.
     fn add_norm_unfused(&mut self, output: PartialOutput, norm: &Norm, dtype: DType) -> Result<Tensor> {
         let PartialOutput { rows, bias } = output;
-        let parts = &match rows {
-            // Only a single rank still has parts here. `Norm::add_norm` adds them up.
-            PartialRows::ProductParts(parts) => parts,
+        let terms = &match rows {
+            // Only a single rank still has terms here. `Norm::add_norm` adds them up.
+            PartialRows::ProductTerms(terms) => terms,
             rows => self.sum_rows(&rows.summed(PartialForm::F32)?)?.unsqueeze(0)?,
         };
-        self.add_norm(Some(Addend { parts, bias }), norm, dtype)
+        self.add_norm(Some(Addend { terms, bias }), norm, dtype)
     }
 
     /// Does the work of [`add_norm_partial`](Self::add_norm_partial) in one kernel.
-    /// `rows` is this rank's partial result. Returns `None` and leaves x as it is if no kernel supports this, for example
-    /// for a LayerNorm.
+    /// `rows` is this rank's partial result. Returns `None` and leaves x as it is if no kernel supports this, for
+    /// example for a LayerNorm.
     fn add_norm_fused(
         &mut self,
         rows: &PartialRows,
@@ -186,7 +186,7 @@ impl<'l> Residual<'l> {
         let (weight, eps) = (&norm.weight, norm.eps);
         let partial = match rows {
             PartialRows::Summed(rows) => PartialResult::Rows(rows),
-            PartialRows::ProductParts(parts) => PartialResult::ProductParts(parts),
+            PartialRows::ProductTerms(terms) => PartialResult::ProductTerms(terms),
             #[cfg(feature = "cuda")]
             PartialRows::PerExpert(outputs) if self.world.size() == 1 && bias.is_none() => {
                 return Ok(outputs.add_norm(self.whole()?, weight, eps, dtype)?.map(|(x, normed)| {

@@ -314,8 +314,8 @@ mod tests {
         let sizes = HeadSizes { heads, kv_heads, head_dim };
         let cache = Tensor::zeros((BLOCK_TOKENS, kv_heads, head_dim), DType::F32, &Device::Cpu).unwrap();
         let layer = CachedLayer { k: &cache, v: &cache };
-        let (parts, rotation, slots) = (qkv.unsqueeze(0).unwrap(), rotary.rotation(&positions), &positions);
-        let inputs = SplitQkvInputs { qkv: &parts, bias: None, norms: None, rotation, sizes, layer, slots };
+        let (terms, rotation, slots) = (qkv.unsqueeze(0).unwrap(), rotary.rotation(&positions), &positions);
+        let inputs = SplitQkvInputs { qkv: &terms, bias: None, norms: None, rotation, sizes, layer, slots };
         let q = split_qkv(inputs).unwrap();
 
         // candle's rope takes [batch, heads, tokens, head_dim].

@@ -62,8 +62,8 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
 pub enum PartialResult<'t> {
     /// The partial result itself, f32 or bf16.
     Rows(&'t Tensor),
-    /// The partial result is the sum of these parts of a matrix product, f32 `[parts, rows, hidden]`.
-    ProductParts(&'t Tensor),
+    /// The partial result is the sum of these terms of a matrix product, f32 `[terms, rows, hidden]`.
+    ProductTerms(&'t Tensor),
     /// Each row of the partial result is the sum of the outputs of the row's experts, weighted with `weights`.
     Experts {
         /// The outputs, `[rows, chosen, hidden]`.

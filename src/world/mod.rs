@@ -142,10 +142,10 @@ impl World {
         self.min_rounded_now().is_some_and(|min_rounded| elements >= min_rounded)
     }
 
-    /// Returns whether layers should pass [`PartialResult::ProductParts`] to
+    /// Returns whether layers should pass [`PartialResult::ProductTerms`] to
     /// [`update_residual`](Self::update_residual): only if an [`Exchange`] can queue operations and may round partial
     /// results.
-    pub fn can_add_product_parts(&self) -> bool {
+    pub fn can_add_product_terms(&self) -> bool {
         self.min_rounded_now().is_some()
     }
 

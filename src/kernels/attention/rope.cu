@@ -2,7 +2,7 @@
 // Applies rotary position embedding (RoPE) to q and k. Rounds the results to T, and writes k and v to the KV cache.
 // RoPE rotates the pairs (x[i], x[i + rotated / 2]) of a head, for i < rotated / 2.
 // RoPE does not change the elements with index `rotated` or higher.
-//   qkv: f32 [parts, tokens, heads + 2 · kv_heads, head_dim]; the parts are added up
+//   qkv: f32 [terms, tokens, heads + 2 · kv_heads, head_dim]; the terms are added up
 //   bias: f32 [heads + 2 · kv_heads, head_dim] or null
 //   q_norm, k_norm: f32 [head_dim] or null; each head of q and k is normalized before the rotation
 //   cos, sin: f32 [positions, rotated / 2]
@@ -11,15 +11,15 @@
 //   k, v: the KV cache, T [rows, kv_heads, head_dim]
 //   slots: u32 [tokens], the row of k and v for each token
 //   grid: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block); a warp has HEADS heads of a token
-//     split_qkv, for one part: HEADS = ROPE_HEADS_PER_WARP
-//     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens or several parts: HEADS = 1
-//     split_qkv_wide, for one part, and split_qkv_wide_parts, both without norms: see the template below
+//     split_qkv, for one term: HEADS = ROPE_HEADS_PER_WARP
+//     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens or several terms: HEADS = 1
+//     split_qkv_wide, for one term, and split_qkv_wide_terms, both without norms: see the template below
 //   block: a multiple of 32
-//   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 · parts + sizeof(T))
+//   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 · terms + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
-#include "headers/sum_parts.cuh"
+#include "headers/sum_terms.cuh"
 #include "headers/tensor_core.cuh"
 
 // Rotates the pair (a, b). With fmaf and __fmul_rn, all kernels of this file round in the same way. The compiler could
@@ -34,7 +34,7 @@ template <typename T> struct SplitQkvArguments {
     const uint32_t* positions;
     T *q, *k, *v;
     const uint32_t* slots;
-    int parts, tokens, heads, kv_heads, head_dim, rotated;
+    int terms, tokens, heads, kv_heads, head_dim, rotated;
     float eps;
 };
 // The last 4 bytes are padding.
@@ -51,10 +51,10 @@ template <typename T, int HEADS> __device__ void split_qkv(const SplitQkvArgumen
     const int first = item % warps_per_token * HEADS, count = min(HEADS, all - first);
 
     const float *x = args.qkv + ((size_t)token * all + first) * head_dim, *added = args.bias + first * head_dim;
-    const size_t part_stride = (size_t)args.tokens * all * head_dim;
+    const size_t term_stride = (size_t)args.tokens * all * head_dim;
     const auto biased = [&](int h, int i) {
         const int at = min(h, count - 1) * head_dim + i;
-        return sum_parts<HEADS == 1>(args.parts, [&](int part) { return x[part * part_stride + at]; }) +
+        return sum_terms<HEADS == 1>(args.terms, [&](int term) { return x[term * term_stride + at]; }) +
                (args.bias ? added[at] : 0.0f);
     };
     const auto is_query = [&](int h) { return first + h < heads; };
@@ -116,9 +116,9 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
 // `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head.
 // In each of HEADS heads, a lane computes four adjacent elements of the first half, and their partners in the second.
 // A lane loads four elements at once, so qkv, bias, cos and sin must be aligned to 16 bytes.
-// If PARTS is false, qkv has one part.
+// If SEVERAL is false, qkv has one term.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
-template <typename T, int HEADS, bool PARTS> __device__ void split_qkv_wide(const SplitQkvArguments<T>& args) {
+template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_wide(const SplitQkvArguments<T>& args) {
     const int heads = args.heads, kv_heads = args.kv_heads, head_dim = args.head_dim;
     const int all = heads + 2 * kv_heads, half = head_dim / 2, lanes = head_dim / 8, at_once = 32 / lanes;
     const int warps_per_token = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
@@ -127,7 +127,7 @@ template <typename T, int HEADS, bool PARTS> __device__ void split_qkv_wide(cons
     pdl_launch_dependents();
     if (token >= args.tokens) return;
     const int first = item % warps_per_token * HEADS * at_once + lane / lanes, i = lane % lanes * 4;
-    const size_t part_stride = (size_t)args.tokens * all * head_dim;
+    const size_t term_stride = (size_t)args.tokens * all * head_dim;
     const auto load = [](const float* from) { return *reinterpret_cast<const float4*>(from); };
     float4 a[HEADS], b[HEADS];
 #pragma unroll
@@ -135,8 +135,8 @@ template <typename T, int HEADS, bool PARTS> __device__ void split_qkv_wide(cons
         const int head = first + h * at_once;
         if (head >= all) continue;
         const float* x = args.qkv + ((size_t)token * all + head) * head_dim + i;
-        a[h] = sum_parts<PARTS>(args.parts, [&](int part) { return load(x + part * part_stride); });
-        b[h] = sum_parts<PARTS>(args.parts, [&](int part) { return load(x + part * part_stride + half); });
+        a[h] = sum_terms<SEVERAL>(args.terms, [&](int term) { return load(x + term * term_stride); });
+        b[h] = sum_terms<SEVERAL>(args.terms, [&](int term) { return load(x + term * term_stride + half); });
     }
     const size_t cache_row = args.slots[token], angles = (size_t)args.positions[token] * half + i;
     const float4 cos_4 = load(args.cos + angles), sin_4 = load(args.sin + angles);
@@ -174,5 +174,5 @@ template <typename T, int HEADS, bool PARTS> __device__ void split_qkv_wide(cons
     DEFINE_KERNEL(split_qkv_##SUFFIX, (split_qkv<T, ROPE_HEADS_PER_WARP>), T)                                          \
     DEFINE_KERNEL(split_qkv_few_tokens_##SUFFIX, (split_qkv<T, 1>), T)                                                 \
     DEFINE_KERNEL(split_qkv_wide_##SUFFIX, (split_qkv_wide<T, ROPE_WIDE_HEADS, false>), T)                             \
-    DEFINE_KERNEL(split_qkv_wide_parts_##SUFFIX, (split_qkv_wide<T, ROPE_WIDE_HEADS, true>), T)
+    DEFINE_KERNEL(split_qkv_wide_terms_##SUFFIX, (split_qkv_wide<T, ROPE_WIDE_HEADS, true>), T)
 FOR_EACH_DTYPE(DEFINE)

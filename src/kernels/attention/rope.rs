@@ -8,7 +8,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::paged::CachedLayer;
-use crate::kernels::constants::MAX_PRODUCT_PARTS;
+use crate::kernels::constants::MAX_PRODUCT_TERMS;
 use crate::kernels::norm;
 
 /// The numbers of query heads and KV heads in an attention layer, and the size of each head.
@@ -48,8 +48,8 @@ pub struct QkNorm<'t> {
 /// The inputs of [`split_qkv`].
 #[derive(Clone, Copy)]
 pub struct SplitQkvInputs<'t> {
-    /// The output of the fused QKV projection without its bias, as 1 to `MAX_PRODUCT_PARTS` parts whose sum is the
-    /// output: f32 `[parts, tokens, (heads + 2 * kv_heads) * head_dim]`.
+    /// The output of the fused QKV projection without its bias, as 1 to `MAX_PRODUCT_TERMS` terms whose sum is the
+    /// output: f32 `[terms, tokens, (heads + 2 * kv_heads) * head_dim]`.
     pub qkv: &'t Tensor,
     /// The bias of the projection: f32 `[(heads + 2 * kv_heads) * head_dim]`.
     pub bias: Option<&'t Tensor>,
@@ -106,8 +106,8 @@ fn check_inputs(inputs: SplitQkvInputs) -> Result<()> {
     let SplitQkvInputs { qkv, bias, norms, rotation, sizes, layer, slots } = inputs;
     let Rotation { cos, sin, positions } = rotation;
     let HeadSizes { kv_heads, head_dim, .. } = sizes;
-    let ((parts, tokens, width), (_, half)) = (qkv.dims3()?, cos.dims2()?);
-    if !(1..=MAX_PRODUCT_PARTS).contains(&parts)
+    let ((terms, tokens, width), (_, half)) = (qkv.dims3()?, cos.dims2()?);
+    if !(1..=MAX_PRODUCT_TERMS).contains(&terms)
         || width != sizes.qkv_rows()
         || bias.is_some_and(|bias| bias.dims() != [width])
     {
@@ -225,7 +225,7 @@ mod with_cuda {
         k: u64,
         v: u64,
         slots: u64,
-        parts: i32,
+        terms: i32,
         tokens: i32,
         heads: i32,
         kv_heads: i32,
@@ -245,7 +245,7 @@ mod with_cuda {
         let Rotation { cos, sin, positions } = rotation;
         let HeadSizes { heads, kv_heads, head_dim } = sizes;
         let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
-        let ((parts, tokens, _), (_, half), dtype) = (qkv.dims3()?, cos.dims2()?, k.dtype());
+        let ((terms, tokens, _), (_, half), dtype) = (qkv.dims3()?, cos.dims2()?, k.dtype());
         // SAFETY: the kernel writes every element of `q`.
         let q = unsafe { scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
         let raw = RawArguments {
@@ -260,7 +260,7 @@ mod with_cuda {
             k: address(k)?,
             v: address(v)?,
             slots: address(slots)?,
-            parts: kernel_size(parts)?,
+            terms: kernel_size(terms)?,
             tokens: kernel_size(tokens)?,
             heads: kernel_size(heads)?,
             kv_heads: kernel_size(kv_heads)?,
@@ -274,11 +274,11 @@ mod with_cuda {
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
         }
-        // Only products of at most `DENSE_WGMMA_MAX_TOKENS` tokens have several parts, so they count as few tokens.
-        // The kernel `split_qkv` must not run with several parts, because it reads only the first part.
-        let has_few_tokens = tokens <= ROPE_FEW_TOKENS || parts > 1;
+        // Only products of at most `DENSE_WGMMA_MAX_TOKENS` tokens have several terms, so they count as few tokens.
+        // The kernel `split_qkv` must not run with several terms, because it reads only the first term.
+        let has_few_tokens = tokens <= ROPE_FEW_TOKENS || terms > 1;
         let (name, heads_per_warp) = if is_wide {
-            let name = if parts > 1 { "split_qkv_wide_parts" } else { "split_qkv_wide" };
+            let name = if terms > 1 { "split_qkv_wide_terms" } else { "split_qkv_wide" };
             (name, ROPE_WIDE_HEADS * 256 / head_dim)
         } else if has_few_tokens {
             ("split_qkv_few_tokens", 1)

@@ -1,7 +1,7 @@
 // Sums over all ranks, addition to the residual stream, and RMSNorm, in one kernel (see exchange/exchange.cuh).
 #include "exchange/exchange.cuh"
 #include "headers/block_sum.cuh"
-#include "headers/sum_parts.cuh"
+#include "headers/sum_terms.cuh"
 #include "moe/expert_outputs.cuh"
 
 __device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
@@ -45,17 +45,17 @@ template <typename Y> struct PartialRows {
     }
 };
 
-// Partial results that are the sums of the parts of a product (dense_wgmma.cu).
-//   product: f32 [parts, part_size / columns, columns]
-struct ProductParts {
-    static constexpr int ROW_BLOCKS = 1;  // adding up the parts needs many registers
+// Partial results that are the sums of the terms of a product (dense_wgmma.cu).
+//   product: f32 [terms, term_size / columns, columns]
+struct ProductTerms {
+    static constexpr int ROW_BLOCKS = 1;  // adding up the terms needs many registers
     const float* product;
-    int columns, parts, part_size;
+    int columns, terms, term_size;
 
     __device__ __forceinline__ float4 sum(int row, int i) const {
         const float* from = product + (size_t)row * columns + i;
-        return sum_parts<true>(parts, [&](int part) {
-            return *reinterpret_cast<const float4*>(from + (size_t)part * part_size);
+        return sum_terms<true>(terms, [&](int term) {
+            return *reinterpret_cast<const float4*>(from + (size_t)term * term_size);
         });
     }
     __device__ __forceinline__ uint4 rounded(int row, int i) const {
@@ -102,7 +102,7 @@ struct ExpertRows {
 
 // Each struct may end with padding.
 static_assert(sizeof(PartialRows<float>) == 16, "PartialRows must match RawPartialRows");
-static_assert(sizeof(ProductParts) == 24, "ProductParts must match RawProductParts");
+static_assert(sizeof(ProductTerms) == 24, "ProductTerms must match RawProductTerms");
 static_assert(sizeof(ExpertRows) == 24, "ExpertRows must match RawExpertRows");
 
 // ---- rows ----
@@ -272,7 +272,7 @@ static_assert(EXCHANGE_ROW_SEGMENTS == 4, "DEFINE_FORM must define kernels for E
     }
 DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_f32, PartialRows<float>)
 DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_bf16, PartialRows<__nv_bfloat16>)
-DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_parts, ProductParts)
+DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_terms, ProductTerms)
 DEFINE_FORM(DEFINE_ADD_NORM, exchange_add_norm_experts, ExpertRows)
 
 // Like exchange_add_norm, but every rank computes all rows.
@@ -393,9 +393,9 @@ __device__ void exchange_add_norm_all(const float* x, const Partial& partial, co
 #define DEFINE_EXACT(NAME, Partial, T, SEGMENTS) DEFINE_ADD_NORM_ALL(NAME, Partial, T, SEGMENTS, false)
 #define DEFINE_ROUNDED(NAME, Partial, T, SEGMENTS) DEFINE_ADD_NORM_ALL(NAME, Partial, T, SEGMENTS, true)
 DEFINE_FORM(DEFINE_EXACT, exchange_add_norm_all_exact_f32, PartialRows<float>)
-DEFINE_FORM(DEFINE_EXACT, exchange_add_norm_all_exact_parts, ProductParts)
+DEFINE_FORM(DEFINE_EXACT, exchange_add_norm_all_exact_terms, ProductTerms)
 DEFINE_FORM(DEFINE_EXACT, exchange_add_norm_all_exact_experts, ExpertRows)
 DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_f32, PartialRows<float>)
 DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_bf16, PartialRows<__nv_bfloat16>)
-DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_parts, ProductParts)
+DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_terms, ProductTerms)
 DEFINE_FORM(DEFINE_ROUNDED, exchange_add_norm_all_rounded_experts, ExpertRows)

@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::gpu_exchange::GpuExchange;
-use crate::kernels::constants::{EXCHANGE_ROW_BLOCKS, EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
+use crate::kernels::constants::{EXCHANGE_ROW_BLOCKS, EXCHANGE_ROW_SEGMENTS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_TERMS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, kernel_size, module};
 use crate::kernels::scratch;
 use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
@@ -35,14 +35,14 @@ struct RawPartialRows {
     columns: i32,
 }
 
-/// Mirrors `ProductParts` in `exchange_add_norm.cu`.
+/// Mirrors `ProductTerms` in `exchange_add_norm.cu`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct RawProductParts {
+struct RawProductTerms {
     product: u64,
     columns: i32,
-    parts: i32,
-    part_size: i32,
+    terms: i32,
+    term_size: i32,
 }
 
 /// Mirrors `ExpertRows` in `exchange_add_norm.cu`.
@@ -56,11 +56,11 @@ struct RawExpertRows {
 }
 
 const _: () = assert!(size_of::<RawPartialRows>() == 16);
-const _: () = assert!(size_of::<RawProductParts>() == 24 && size_of::<RawExpertRows>() == 24);
+const _: () = assert!(size_of::<RawProductTerms>() == 24 && size_of::<RawExpertRows>() == 24);
 // SAFETY: the structs have C layout and contain only integers. The kernels do not read the padding at their ends.
 unsafe impl DeviceRepr for RawPartialRows {}
 // SAFETY: as above.
-unsafe impl DeviceRepr for RawProductParts {}
+unsafe impl DeviceRepr for RawProductTerms {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for RawExpertRows {}
 
@@ -96,7 +96,7 @@ impl UpdateKernel {
         };
         let form = match partial {
             PartialResult::Rows(rows) => dtype_suffix(rows.dtype())?,
-            PartialResult::ProductParts(_) => "parts",
+            PartialResult::ProductTerms(_) => "terms",
             PartialResult::Experts { .. } => "experts",
         };
         Ok(format!("{start}_{form}_{}_{segments}", dtype_suffix(dtype)?))
@@ -128,7 +128,7 @@ impl GpuExchange {
         let (rows, columns) = x.dims2()?;
         let partial_fits = match partial {
             PartialResult::Rows(rows) => rows.dims() == x.dims(),
-            PartialResult::ProductParts(parts) => parts.dims() == [parts.dim(0)?, rows, columns],
+            PartialResult::ProductTerms(terms) => terms.dims() == [terms.dim(0)?, rows, columns],
             PartialResult::Experts { outputs, weights } => {
                 outputs.dims() == [rows, weights.dim(1)?, columns] && weights.dim(0)? == rows
             }
@@ -154,9 +154,9 @@ impl GpuExchange {
             PartialResult::Rows(rows) => {
                 address(rows)?.is_multiple_of(16) && matches!(rows.dtype(), DType::F32 | DType::BF16)
             }
-            PartialResult::ProductParts(parts) => {
-                let are_valid = parts.dtype() == DType::F32 && (1..=MAX_PRODUCT_PARTS).contains(&parts.dim(0)?);
-                are_valid && address(parts)?.is_multiple_of(16)
+            PartialResult::ProductTerms(terms) => {
+                let are_valid = terms.dtype() == DType::F32 && (1..=MAX_PRODUCT_TERMS).contains(&terms.dim(0)?);
+                are_valid && address(terms)?.is_multiple_of(16)
             }
             PartialResult::Experts { outputs, weights } => {
                 let are_valid = outputs.dtype() == DType::BF16 && weights.dtype() == DType::F32;
@@ -233,14 +233,14 @@ impl GpuExchange {
                 let rows = in_range(rows)?;
                 arguments.value(RawPartialRows { values: address(&rows)?, columns: raw_columns }, [&rows])
             }
-            PartialResult::ProductParts(parts) => {
-                // The rows of the first part. The kernel adds multiples of the part size to find them in other parts.
-                let rows = in_range(&parts.get(0)?)?;
-                let raw = RawProductParts {
+            PartialResult::ProductTerms(terms) => {
+                // The rows of the first term. The kernel adds multiples of the term size to find them in other terms.
+                let rows = in_range(&terms.get(0)?)?;
+                let raw = RawProductTerms {
                     product: address(&rows)?,
                     columns: raw_columns,
-                    parts: kernel_size(parts.dim(0)?)?,
-                    part_size: kernel_size(x.elem_count())?,
+                    terms: kernel_size(terms.dim(0)?)?,
+                    term_size: kernel_size(x.elem_count())?,
                 };
                 arguments.value(raw, [&rows])
             }
@@ -329,13 +329,13 @@ impl GpuExchange {
         for columns in [SEGMENT_COLUMNS, SEGMENT_COLUMNS + 8] {
             let row = Tensor::zeros((1, columns), DType::F32, &device)?;
             let row_in_bf16 = Tensor::zeros((1, columns), DType::BF16, &device)?;
-            let (parts, outputs) = (row.unsqueeze(0)?, row_in_bf16.unsqueeze(0)?);
+            let (terms, outputs) = (row.unsqueeze(0)?, row_in_bf16.unsqueeze(0)?);
             let weights = Tensor::zeros((1, 1), DType::F32, &device)?;
             let (weight, eps) = (&row.get(0)?, 0.0);
             for partial in [
                 PartialResult::Rows(&row),
                 PartialResult::Rows(&row_in_bf16),
-                PartialResult::ProductParts(&parts),
+                PartialResult::ProductTerms(&terms),
                 PartialResult::Experts { outputs: &outputs, weights: &weights },
             ] {
                 for normed in [&row, &row_in_bf16] {

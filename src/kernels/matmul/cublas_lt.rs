@@ -22,7 +22,7 @@ use crate::kernels::scratch;
 const MAX_WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Products of floats with at most this number of tokens get no workspace.
-/// With a workspace, cuBLASLt often divides the columns (split-K) and adds up the parts with a second kernel.
+/// With a workspace, cuBLASLt often divides the columns (split-K) and adds up the terms with a second kernel.
 /// On an H200 (2026-11-28), this was slower for almost all dense matrices of gpt-oss-20b and Llama-3.1-8B.
 const UNDIVIDED_TOKENS: usize = 128;
 

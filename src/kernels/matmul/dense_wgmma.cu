@@ -1,18 +1,18 @@
 // The matrix product x·wᵀ for up to DENSE_WGMMA_MAX_TOKENS tokens, for GPUs that run sm_90a code.
 // Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that more multiprocessors
-// read w. The sums of these blocks are separate parts of the result. The kernel that uses the result adds them up.
+// read w. The sums of these blocks are separate terms of the result. The kernel that uses the result adds them up.
 //   w: T [rows, columns]; a box of the tensor map has the rows of a tile and DENSE_WGMMA_COLUMNS columns
 //     In gated kernels, w consists of the gate rows and then the up rows, and `rows` is the number of gate rows.
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
-//   y: f32 [parts, tokens, rows]; the product is the sum over the parts
+//   y: f32 [terms, tokens, rows]; the product is the sum over the terms
 //     In gated kernels, y is T [tokens, rows], activation(gate) · up.
-//     In kernels for logits, there is one part, and the kernel leaves y unchanged if *skips_logits is not 0.
+//     In kernels for logits, there is one term, and the kernel leaves y unchanged if *skips_logits is not 0.
 //   best: Candidate [tokens, BEST_LOGITS_CANDIDATES], the largest logit of each token in each block (only in kernels
 //     for logits)
 //   first_id: the token id of the first row of w (only in kernels for logits)
-//   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
+//   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · terms if there are several terms
 //   tile_rows: rows per tile, or gate rows per tile in gated kernels; a multiple of 8
-//   grid: (parts, blocks); block: DENSE_WGMMA_THREADS
+//   grid: (terms, blocks); block: DENSE_WGMMA_THREADS
 //     `blocks` is at most the number of tiles, and at most BEST_LOGITS_CANDIDATES in kernels for logits.
 //   bytes moved: the bytes of w, and of y unless y stays unchanged; most reads of x hit L2
 //
@@ -195,9 +195,9 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
     const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int part = blockIdx.x, parts = gridDim.x;
-    const int all_steps = (columns + COLUMNS - 1) / COLUMNS, first_step = all_steps * part / parts;
-    const int steps = all_steps * (part + 1) / parts - first_step;  // of each tile
+    const int term = blockIdx.x, terms = gridDim.x;
+    const int all_steps = (columns + COLUMNS - 1) / COLUMNS, first_step = all_steps * term / terms;
+    const int steps = all_steps * (term + 1) / terms - first_step;  // of each tile
     // The number of tiles of this block.
     const int tiles = ((rows + tile_rows - 1) / tile_rows - 1 - blockIdx.y) / gridDim.y + 1;
 
@@ -230,7 +230,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         return;
     }
 
-    if constexpr (KIND == ProductKind::Plain) y += (size_t)part * tokens * rows;
+    if constexpr (KIND == ProductKind::Plain) y += (size_t)term * tokens * rows;
     // Only in kernels for logits: for each of this lane's tokens, the largest logit so far in this lane's rows, and the
     // row of that logit.
     float largest[TOKENS / 4];

@@ -7,7 +7,7 @@ use super::wgmma_division::{Division, DivisionLimits};
 use crate::kernels::activation::Activation;
 use crate::kernels::constants::{
     BEST_LOGITS_CANDIDATES, DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_THREADS,
-    DENSE_WGMMA_TOKENS, MAX_PRODUCT_PARTS,
+    DENSE_WGMMA_TOKENS, MAX_PRODUCT_TERMS,
 };
 use crate::kernels::launch::{
     Arguments, BoxOrder, Launch, LaunchShape, TensorMap, address, dtype_suffix, module, multiprocessors, runs_wgmma,
@@ -48,9 +48,9 @@ impl ProductKind<'_> {
     fn division(self, device: &CudaDevice, matrix: (usize, usize)) -> Result<Division> {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
         let limits = match self {
-            Self::Plain => DivisionLimits { row_multiple: 8, max_parts: MAX_PRODUCT_PARTS },
-            Self::Gated(_) => DivisionLimits { row_multiple: 16, max_parts: 1 },
-            Self::Logits { .. } => DivisionLimits { row_multiple: 8, max_parts: 1 },
+            Self::Plain => DivisionLimits { row_multiple: 8, max_terms: MAX_PRODUCT_TERMS },
+            Self::Gated(_) => DivisionLimits { row_multiple: 16, max_terms: 1 },
+            Self::Logits { .. } => DivisionLimits { row_multiple: 8, max_terms: 1 },
         };
         Ok(Division::of_matrix(matrix, multiprocessors(device)?, limits))
     }
@@ -73,29 +73,29 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
         && address(w)?.is_multiple_of(16))
 }
 
-/// Returns the number of parts that [`matmul_parts`] computes for w `[rows, columns]`, at least 1.
-pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
-    Ok(ProductKind::Plain.division(device, (rows, columns))?.parts)
+/// Returns the number of terms that [`matmul_terms`] computes for w `[rows, columns]`, at least 1.
+pub fn term_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
+    Ok(ProductKind::Plain.division(device, (rows, columns))?.terms)
 }
 
-/// Computes x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the [`part_count`] parts.
-/// If `out` is given, writes the parts to `out` and returns `out`, which must be f32 and have this shape.
+/// Computes x·wᵀ as f32 `[terms, tokens, rows]`. The product is the sum over the [`term_count`] terms.
+/// If `out` is given, writes the terms to `out` and returns `out`, which must be f32 and have this shape.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
-pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
+pub fn matmul_terms(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, w.dims2()?);
-    let parts = part_count(device, rows, columns)?;
+    let terms = term_count(device, rows, columns)?;
     let y = match out {
-        Some(out) if out.dims() == [parts, tokens, rows] && out.dtype() == DType::F32 => out.clone(),
+        Some(out) if out.dims() == [terms, tokens, rows] && out.dtype() == DType::F32 => out.clone(),
         Some(out) => {
             bail!(
-                "cannot multiply with wgmma: out is {:?} {:?}, expected F32 [{parts}, {tokens}, {rows}]",
+                "cannot multiply with wgmma: out is {:?} {:?}, expected F32 [{terms}, {tokens}, {rows}]",
                 out.dtype(),
                 out.dims()
             )
         }
         // SAFETY: the kernel writes every element.
-        None => unsafe { scratch::empty((parts, tokens, rows), DType::F32, x.device())? },
+        None => unsafe { scratch::empty((terms, tokens, rows), DType::F32, x.device())? },
     };
     enqueue(device, x, w, &y, ProductKind::Plain)?;
     Ok(y)
@@ -146,7 +146,7 @@ pub fn matmul_gated(device: &CudaDevice, x: &Tensor, w: &Tensor, activation: Act
     Ok(y)
 }
 
-/// Queues the kernel that writes y: `[parts, tokens, rows]` for a plain product, `[tokens, rows / 2]` for a gated
+/// Queues the kernel that writes y: `[terms, tokens, rows]` for a plain product, `[tokens, rows / 2]` for a gated
 /// product, and `[tokens, rows]` for logits.
 fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: ProductKind) -> Result<()> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
@@ -161,7 +161,7 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: Produc
         );
     }
     let box_tokens = DENSE_WGMMA_TOKENS.into_iter().find(|&most| tokens <= most).unwrap_or(DENSE_WGMMA_MAX_TOKENS);
-    let Division { parts, tile_rows } = kind.division(device, (rows, columns))?;
+    let Division { terms, tile_rows } = kind.division(device, (rows, columns))?;
     let (row_bytes, box_bytes) = (columns * 2, DENSE_WGMMA_COLUMNS * 2);
     let x_map = TensorMap::new(x, [1, tokens, row_bytes], [box_tokens, box_bytes], BoxOrder::Swizzled)?;
     let w_map = if is_gated {
@@ -183,7 +183,7 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: Produc
     };
     // The kernel aligns the start of the ring buffer to 1024 bytes.
     let shape =
-        LaunchShape::new((parts, blocks, 1), DENSE_WGMMA_THREADS).with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
+        LaunchShape::new((terms, blocks, 1), DENSE_WGMMA_THREADS).with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
     let kernel = format!("dense_wgmma_{name}{}_{box_tokens}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments);
     // SAFETY: the shapes are checked above and by the callers. The tensor maps limit the reads of w and x.

@@ -10,7 +10,7 @@ pub(super) enum ProductForm {
     /// f32 `[tokens, rows]`.
     F32,
     /// Several f32 matrices, whose sum is the product.
-    Parts,
+    Terms,
     /// activation(gate) · up.
     Gated,
     /// Logits, with candidates for the largest logit of each token.
@@ -36,7 +36,8 @@ impl MatmulKernel {
     /// Returns `None` if no kernel should return the product in this form. The caller then converts an f32 product.
     ///
     /// Calls `is_supported` only for kernels that can run in this order of additions and, with one exception, return
-    /// the product in this form. The exception is `DenseFewTokens` for [`ProductForm::Rounded`], which results in `None`.
+    /// the product in this form. The exception is `DenseFewTokens` for [`ProductForm::Rounded`], which results in
+    /// `None`.
     pub fn choose(
         form: ProductForm,
         sum_order: SumOrder,
@@ -53,12 +54,13 @@ impl MatmulKernel {
                 &[Self::F32FewRows, Self::DenseWgmma, Self::DenseFewTokens, Self::Library]
             }
             (ProductForm::F32, SumOrder::Fastest) => &[Self::F32FewRows, Self::Library],
-            (ProductForm::Parts | ProductForm::Gated | ProductForm::Logits, SumOrder::Fastest)
+            (ProductForm::Terms | ProductForm::Gated | ProductForm::Logits, SumOrder::Fastest)
                 if has_several_tokens =>
             {
                 &[Self::DenseWgmma]
             }
-            // If `dense_few_tokens` supports the product, rounding an f32 product of the kernel that `choose` prefers for
+            // If `dense_few_tokens` supports the product, rounding an f32 product of the kernel that `choose` prefers
+            // for
             // `F32` is preferred to a rounded product of cuBLASLt.
             (ProductForm::Rounded, SumOrder::Fastest) if is_supported(Self::DenseFewTokens)? => &[],
             (ProductForm::Rounded, SumOrder::Fastest) => &[Self::Library],
@@ -76,7 +78,7 @@ impl MatmulKernel {
 #[cfg(test)]
 mod tests {
     use super::MatmulKernel::{DenseFewTokens, DenseWgmma, F32FewRows, FixedTokens, Library};
-    use super::ProductForm::{F32, Gated, Logits, Parts, Rounded};
+    use super::ProductForm::{F32, Gated, Logits, Rounded, Terms};
     use super::*;
 
     #[test]
@@ -96,10 +98,10 @@ mod tests {
             (F32, fixed, 2, ALL, Some(F32FewRows)),
             (F32, fixed, 2, DENSE, Some(FixedTokens)),
             (F32, fixed, 1, DENSE, Some(FixedTokens)),
-            (Parts, fastest, 2, ALL, Some(DenseWgmma)),
-            (Parts, fastest, 2, FEW, None),
-            (Parts, fastest, 1, ALL, None),
-            (Parts, fixed, 2, ALL, None),
+            (Terms, fastest, 2, ALL, Some(DenseWgmma)),
+            (Terms, fastest, 2, FEW, None),
+            (Terms, fastest, 1, ALL, None),
+            (Terms, fixed, 2, ALL, None),
             (Gated, fastest, 2, ALL, Some(DenseWgmma)),
             (Gated, fastest, 2, FEW, None),
             (Gated, fastest, 1, ALL, None),

@@ -3,8 +3,8 @@
 //! Callers add biases in f32. Logits stay f32.
 //!
 //! These modules compute products on a GPU, the first two only with [`SumOrder::Fastest`]:
-//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 128 tokens, in [`matmul_parts`], [`matmul_gated`] and
-//!   `matmul_best`, and in [`matmul_f32`] if `dense_wgmma` would not split the product into several parts
+//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 128 tokens, in [`matmul_terms`], [`matmul_gated`] and
+//!   `matmul_best`, and in [`matmul_f32`] if `dense_wgmma` would not split the product into several terms
 //! - `dense_few_tokens`: f16 and bf16, for 2 to 8 tokens, if `dense_wgmma` does not compute the product
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases
@@ -55,24 +55,24 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor>
     matmul_f32_into(x, w, sum_order, None)
 }
 
-/// Returns x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the parts.
-/// There is only one part, unless `dense_wgmma` computes the product with [`SumOrder::Fastest`].
+/// Returns x·wᵀ as f32 `[terms, tokens, rows]`. The product is the sum over the terms.
+/// There is only one term, unless `dense_wgmma` computes the product with [`SumOrder::Fastest`].
 ///
 /// The arguments are the same as in [`matmul_f32`].
-pub fn matmul_parts(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+pub fn matmul_terms(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = x.device() {
         let is_supported = |_| dense_wgmma::is_supported(device, x, w);
-        if MatmulKernel::choose(ProductForm::Parts, sum_order, x.dim(0)?, is_supported)?.is_some() {
-            return dense_wgmma::matmul_parts(device, x, w, None);
+        if MatmulKernel::choose(ProductForm::Terms, sum_order, x.dim(0)?, is_supported)?.is_some() {
+            return dense_wgmma::matmul_terms(device, x, w, None);
         }
     }
     matmul_f32(x, w, sum_order)?.unsqueeze(0)
 }
 
-/// Returns whether [`matmul_parts`] may return several parts for products of `tokens` tokens on a device.
+/// Returns whether [`matmul_terms`] may return several terms for products of `tokens` tokens on a device.
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only builds with CUDA use `tokens`"))]
-pub fn has_parts(device: &Device, tokens: usize) -> bool {
+pub fn has_several_terms(device: &Device, tokens: usize) -> bool {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => tokens <= DENSE_WGMMA_MAX_TOKENS && runs_wgmma(device),
@@ -137,7 +137,7 @@ fn matmul_f32_on_gpu(
     let is_supported = |kernel| match kernel {
         MatmulKernel::F32FewRows => f32_few_rows::is_supported(x, w),
         MatmulKernel::DenseWgmma => {
-            Ok(dense_wgmma::is_supported(device, x, w)? && dense_wgmma::part_count(device, rows, columns)? == 1)
+            Ok(dense_wgmma::is_supported(device, x, w)? && dense_wgmma::term_count(device, rows, columns)? == 1)
         }
         MatmulKernel::DenseFewTokens => dense_few_tokens::is_supported(device, x, w),
         MatmulKernel::Library | MatmulKernel::FixedTokens => Ok(true),
@@ -145,9 +145,9 @@ fn matmul_f32_on_gpu(
     match MatmulKernel::choose(ProductForm::F32, sum_order, tokens, is_supported)? {
         Some(MatmulKernel::F32FewRows) => f32_few_rows::matmul_few_rows(device, x, w),
         Some(MatmulKernel::DenseWgmma) => {
-            let parts = dense_wgmma::matmul_parts(device, x, w, out.map(|out| out.unsqueeze(0)).transpose()?.as_ref())?;
+            let terms = dense_wgmma::matmul_terms(device, x, w, out.map(|out| out.unsqueeze(0)).transpose()?.as_ref())?;
             // `squeeze` would return a tensor with another id, so the caller would copy the result to `out`.
-            out.map_or_else(|| parts.squeeze(0), |out| Ok(out.clone()))
+            out.map_or_else(|| terms.squeeze(0), |out| Ok(out.clone()))
         }
         Some(MatmulKernel::DenseFewTokens) => dense_few_tokens::matmul_few_tokens(device, x, w),
         Some(MatmulKernel::FixedTokens) => product_of_fixed_tokens(x, w),

@@ -2,7 +2,7 @@
 //!
 //! `inferno doctor` runs this self-test to check that the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it` cover the kernels in more depth, and also cover kernels that the self-test leaves out,
-//! such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts, the kernel in `route.cu`,
+//! such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several terms, the kernel in `route.cu`,
 //! and the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
 
 #[cfg(feature = "cuda")]
@@ -250,7 +250,7 @@ fn norm(target: CheckTarget, noise: &mut Noise, kind: NormKind) -> Result<Tensor
         (target.f32(&noise.tensor(&[1027], DType::F32)?)?, target.f32(&noise.tensor(&[1027], DType::F32)?)?);
     let bias = (kind == NormKind::LayerNorm).then_some(&bias);
     let (y, y_bias) = (target.f32(&y)?, target.f32(&noise.tensor(&[1027], DType::F32)?)?);
-    let y = Addend { parts: &y, bias: Some(&y_bias) };
+    let y = Addend { terms: &y, bias: Some(&y_bias) };
     Ok(add_norm(&target.f32(&x)?, Some(y), &weight, bias, 1e-5, target.dtype)?.1)
 }
 

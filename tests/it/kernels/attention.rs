@@ -51,8 +51,8 @@ fn split_qkv_matches_its_reference((case, dtype): (SplitCase, DType)) {
     let mut noise = Random(1);
     let sizes = HeadSizes { heads, kv_heads, head_dim };
     let width = sizes.qkv_rows();
-    let parts = tokens % 3 + 1;
-    let qkv = noise.tensor(&[parts, tokens, width], DType::F32);
+    let terms = tokens % 3 + 1;
+    let qkv = noise.tensor(&[terms, tokens, width], DType::F32);
     let bias = has_bias.then(|| noise.tensor(&[width], DType::F32));
     let (cos, sin) = (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
     let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];

@@ -136,7 +136,7 @@ fn expert_mlp_matches_separate_products((case, dtype): (MlpCase, DType)) {
     let weight = on_device(&noise.tensor(&[hidden], DType::F32));
     for (out_dtype, tolerance) in [(DType::F32, 1e-5), (dtype, rounding(dtype))] {
         let (sum, normed) = outputs.add_norm(&residual, &weight, 1e-3, out_dtype).unwrap().unwrap();
-        let y = Addend { parts: &got.unsqueeze(0).unwrap(), bias: None };
+        let y = Addend { terms: &got.unsqueeze(0).unwrap(), bias: None };
         let want = add_norm(&residual, Some(y), &weight, None, 1e-3, out_dtype).unwrap();
         assert_close("sum of x and the outputs", &sum, &want.0, 1e-6);
         assert_close("norm of the sum", &normed, &want.1, tolerance);

@@ -4,7 +4,7 @@ use candle_core::{CudaDevice, DType, Device, Tensor};
 use inferno::kernels::SumOrder;
 use inferno::kernels::activation::{Activation, gated_halves};
 use inferno::kernels::launch::{HostMailbox, multiprocessors};
-use inferno::kernels::matmul::dense_wgmma::{LogitsOutput, matmul_gated, matmul_parts, part_count};
+use inferno::kernels::matmul::dense_wgmma::{LogitsOutput, matmul_gated, matmul_terms, term_count};
 use inferno::kernels::matmul::{dense_few_tokens, dense_wgmma, matmul_best, matmul_f32, matmul_rounded};
 use inferno::kernels::sampling::{BEST_LOGITS_COLUMNS, queue_best};
 
@@ -34,8 +34,8 @@ fn named_of_tiles((rows, columns): MatrixSizeOfTiles) -> (String, MatrixSizeOfTi
     (format!("{name}x{columns}"), (rows, columns))
 }
 
-/// The cases cover several warps or one warp per 16 rows, a last thread block with fewer rows, fewer tiles of 64 columns
-/// than warps that share them, and more columns than the input buffers hold.
+/// The cases cover several warps or one warp per 16 rows, a last thread block with fewer rows, fewer tiles of 64
+/// columns than warps that share them, and more columns than the input buffers hold.
 /// The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
 fn sizes_for_few_tokens() -> Vec<TestCase<(MatrixSize, DType)>> {
     let sizes =
@@ -63,8 +63,8 @@ fn products_of_few_tokens_match_their_reference(((rows, columns), dtype): (Matri
     }
 }
 
-/// The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, several tiles per thread block, one or more parts, parts of
-/// unequal size, fewer columns than a stage holds, and incomplete tiles.
+/// The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, several tiles per thread block, one or more terms, terms
+/// of unequal size, fewer columns than a stage holds, and incomplete tiles.
 /// The last case is unsupported: the size of a row of 100 columns is not a multiple of 16 bytes.
 fn sizes_for_several_tokens() -> Vec<TestCase<(MatrixSizeOfTiles, DType)>> {
     let sizes = [
@@ -100,10 +100,10 @@ fn products_of_several_tokens_match_their_reference(((rows, columns), dtype): (M
         let is_hopper = cuda.cuda_stream().context().compute_capability().unwrap() == (9, 0);
         let supported = dense_wgmma::is_supported(cuda, &x, &weight).unwrap();
         assert_eq!(supported, is_hopper && tokens <= 128 && columns != 100, "{what}");
-        match matmul_parts(cuda, &x, &weight, None) {
-            Ok(parts) => {
-                assert_eq!(parts.dim(0).unwrap(), part_count(cuda, rows, columns).unwrap(), "{what}");
-                assert_close(&what, &parts.sum(0).unwrap(), &want, tolerance);
+        match matmul_terms(cuda, &x, &weight, None) {
+            Ok(terms) => {
+                assert_eq!(terms.dim(0).unwrap(), term_count(cuda, rows, columns).unwrap(), "{what}");
+                assert_close(&what, &terms.sum(0).unwrap(), &want, tolerance);
             }
             Err(error) => assert!(!supported, "{what}: {error}"),
         }

@@ -67,9 +67,9 @@ fn assert_elements_close(what: &str, got: &Tensor, want: &Tensor, dtype: DType) 
 /// - A rounding to bf16 or f16 changes a number by at most 2^-8 or 2^-11 of its size. [`rounding`] is twice that.
 /// - The factor of a norm has a relative error of about sqrt(5000) · 2^-25 = 2e-6, because up to 5000 squares are added
 ///   up in f32. In f32, [`rounding`] is five times that.
-/// - If terms cancel out, their errors remain. About ten f32 roundings change a term by at most 10 · 2^-24 = 6e-7 of its
-///   size. A term is at most a few times as large as the largest element, so `F32_ERROR` times this element is enough.
-///   This also covers f16 numbers below 2^-14, which are rounded to multiples of 2^-24.
+/// - If terms cancel out, their errors remain. About ten f32 roundings change a term by at most 10 · 2^-24 = 6e-7 of
+///   its size. A term is at most a few times as large as the largest element, so `F32_ERROR` times this element is
+///   enough. This also covers f16 numbers below 2^-14, which are rounded to multiples of 2^-24.
 fn wrong_element(got: &[f32], want: &[f32], tolerance: f32) -> Option<usize> {
     const F32_ERROR: f32 = 4e-6;
     let largest = want.iter().fold(0f32, |largest, value| largest.max(value.abs()));
@@ -93,38 +93,38 @@ fn a_wrong_element_is_found_next_to_an_outlier() {
 struct NormCase {
     tokens: usize,
     columns: usize,
-    /// The number of parts of `y`, which the kernel adds to `x` before the norm. 0 means no `y`.
-    parts: usize,
+    /// The number of terms of `y`, which the kernel adds to `x` before the norm. 0 means no `y`.
+    terms: usize,
     has_bias: bool,
 }
 
 fn norm_cases() -> Vec<TestCase<(NormCase, DType)>> {
     use NormCase as Case;
     let cases = [
-        Case { tokens: 1, columns: 2, parts: 1, has_bias: false },
-        Case { tokens: 3, columns: 64, parts: 0, has_bias: false },
-        Case { tokens: 6, columns: 2880, parts: 3, has_bias: false },
-        Case { tokens: 2, columns: 5000, parts: 2, has_bias: true },
-        Case { tokens: 3, columns: 33, parts: 0, has_bias: true },
-        Case { tokens: 2, columns: 4101, parts: 8, has_bias: true },
+        Case { tokens: 1, columns: 2, terms: 1, has_bias: false },
+        Case { tokens: 3, columns: 64, terms: 0, has_bias: false },
+        Case { tokens: 6, columns: 2880, terms: 3, has_bias: false },
+        Case { tokens: 2, columns: 5000, terms: 2, has_bias: true },
+        Case { tokens: 3, columns: 33, terms: 0, has_bias: true },
+        Case { tokens: 2, columns: 4101, terms: 8, has_bias: true },
     ];
-    let named = |case: Case| (format!("{}x{}::{}_parts", case.tokens, case.columns, case.parts), case);
+    let named = |case: Case| (format!("{}x{}::{}_terms", case.tokens, case.columns, case.terms), case);
     on_gpu(cases.map(named), &DTYPES)
 }
 
 #[test(each = norm_cases)]
 fn add_norm_matches_its_reference((case, dtype): (NormCase, DType)) {
-    let NormCase { tokens, columns, parts, has_bias } = case;
+    let NormCase { tokens, columns, terms, has_bias } = case;
     let mut noise = Random(7);
     let x = noise.tensor(&[tokens, columns], DType::F32);
-    let y = noise.tensor(&[parts.max(1), tokens, columns], DType::F32);
+    let y = noise.tensor(&[terms.max(1), tokens, columns], DType::F32);
     let weight = noise.tensor(&[columns], DType::F32);
     let y_bias = noise.tensor(&[columns], DType::F32);
     let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
     let run = |device: &Device, dtype| {
         let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
         let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
-        let y = (parts > 0).then_some(Addend { parts: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
+        let y = (terms > 0).then_some(Addend { terms: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
         add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
     };
     let (want, got) = (run(&Device::Cpu, DType::F32), run(&gpu(), dtype));

@@ -158,11 +158,11 @@ fn gpus_exchange_tensors_of_all_sizes((size, path): (usize, ExchangePath)) {
     });
 }
 
-/// Returns 8 parts whose sum is `y`: f32 `[8, rows, columns]`. A product has at most 8 parts.
-fn product_parts(y: &Tensor) -> Tensor {
+/// Returns 8 terms whose sum is `y`: f32 `[8, rows, columns]`. A product has at most 8 terms.
+fn product_terms(y: &Tensor) -> Tensor {
     let y = y.to_dtype(DType::F32).unwrap();
-    let parts: Vec<Tensor> = [3.0, -4.0, 2.0, 1.0, -5.0, 0.0, 6.0, -2.0].map(|factor| (&y * factor).unwrap()).into();
-    Tensor::stack(&parts, 0).unwrap()
+    let terms: Vec<Tensor> = [3.0, -4.0, 2.0, 1.0, -5.0, 0.0, 6.0, -2.0].map(|factor| (&y * factor).unwrap()).into();
+    Tensor::stack(&terms, 0).unwrap()
 }
 
 /// Returns outputs of five experts per row, bf16 `[rows, 5, columns]`, and their routing weights.
@@ -190,8 +190,8 @@ enum PartialForm {
     Rows,
     /// Rows that the rank has already rounded to bf16.
     RoundedRows,
-    /// The parts of a product, which are not yet added up.
-    ProductParts,
+    /// The terms of a product, which are not yet added up.
+    ProductTerms,
     /// The outputs of experts, which are not yet added up.
     Experts,
 }
@@ -216,13 +216,13 @@ impl Update {
 
 static UPDATES: [(&str, Update); 6] = {
     use DType::{BF16, F32};
-    use PartialForm::{Experts, ProductParts, RoundedRows, Rows};
+    use PartialForm::{Experts, ProductTerms, RoundedRows, Rows};
     [
         ("rounded_rows", Update { first: Rows, others: RoundedRows, has_bias: true, dtype: BF16 }),
-        ("parts", Update { first: ProductParts, others: ProductParts, has_bias: true, dtype: BF16 }),
+        ("terms", Update { first: ProductTerms, others: ProductTerms, has_bias: true, dtype: BF16 }),
         ("experts", Update { first: Experts, others: Experts, has_bias: true, dtype: BF16 }),
         ("rows", Update { first: Rows, others: Rows, has_bias: false, dtype: F32 }),
-        ("rows_and_parts", Update { first: Rows, others: ProductParts, has_bias: false, dtype: F32 }),
+        ("rows_and_terms", Update { first: Rows, others: ProductTerms, has_bias: false, dtype: F32 }),
         ("rows_and_experts", Update { first: Rows, others: Experts, has_bias: false, dtype: F32 }),
     ]
 };
@@ -307,10 +307,10 @@ fn check_update(
     let y = if form == PartialForm::RoundedRows { y.to_dtype(DType::BF16).unwrap() } else { y };
     let (outputs, weights) = expert_outputs(&y);
     let (outputs, weights) = (outputs.to_device(device).unwrap(), weights.to_device(device).unwrap());
-    let parts = product_parts(&y);
+    let terms = product_terms(&y);
     let partial = match form {
         PartialForm::Rows | PartialForm::RoundedRows => PartialResult::Rows(&y),
-        PartialForm::ProductParts => PartialResult::ProductParts(&parts),
+        PartialForm::ProductTerms => PartialResult::ProductTerms(&terms),
         PartialForm::Experts => PartialResult::Experts { outputs: &outputs, weights: &weights },
     };
     let (bias, weight) = (row(bias_seed), row(weight_seed));
