@@ -82,7 +82,7 @@ fn info(vocab_size: usize) -> ModelInfo {
         execution_mode: ExecutionMode::Eager,
         no_decode_graph: None,
         is_deterministic: true,
-        request_parts: None,
+        request_segments: None,
         device: DeviceInfo::cpu(),
         ranks: 1,
         weight_bytes: 0,

@@ -53,7 +53,7 @@ use ranks::RankGroup;
 use step::{RunnerFacts, SoloSequence, StepExecutor, StepFacts, StepTimes, route};
 
 pub use decode_graph::NoDecodeGraph;
-pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
+pub use limits::{MAX_SEQUENCES, PromptSegments, RunnerLimits, RunnerOptions};
 pub use ranks::{RANK_PANICKED, RankCache, RankFault, RankModel, failure_message};
 pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
 pub use step::{ExecutionMode, KernelTime, LaunchCounts, QueuedStep, StepBytes, StepSequence, StepTime, TokensToScore};
@@ -134,10 +134,10 @@ impl Runner {
         self.limits
     }
 
-    /// Returns how all prompts are divided into parts, or `None` if [`RunnerOptions::prompt_parts`] is not set.
-    /// In the latter case, individual requests can still be deterministic ([`StepSequence::prompt_parts`]).
-    pub fn prompt_parts(&self) -> Option<PromptParts> {
-        self.options.prompt_parts
+    /// Returns how all prompts are divided into segments, or `None` if [`RunnerOptions::prompt_segments`] is not set.
+    /// In the latter case, individual requests can still be deterministic ([`StepSequence::prompt_segments`]).
+    pub fn prompt_segments(&self) -> Option<PromptSegments> {
+        self.options.prompt_segments
     }
 
     /// Returns the first rank's KV cache, which all sequences share.
@@ -230,7 +230,7 @@ impl Runner {
                 None => self.options.queue_steps.unwrap_or(false) && self.device.is_cpu(),
             },
             has_several_ranks: self.has_several_ranks(),
-            is_deterministic: self.options.prompt_parts.is_some(),
+            is_deterministic: self.options.prompt_segments.is_some(),
         }
     }
 

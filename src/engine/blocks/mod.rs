@@ -7,7 +7,8 @@
 //!
 //! The key of a full block consists of its layer group and a hash of all tokens up to the end of the block.
 //! A prompt that starts with the same tokens can reuse the block, whether or not another sequence still uses it.
-//! The hash includes the cache salt and the [`PromptParts`], so only prompts with the same salt and parts share blocks.
+//! The hash includes the cache salt and the [`PromptSegments`], so only prompts with the same salt and segments share
+//! blocks.
 
 mod pool;
 pub(super) mod prefix_file;
@@ -16,7 +17,7 @@ use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::ops::Range;
 
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
-use crate::runner::PromptParts;
+use crate::runner::PromptSegments;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
@@ -27,21 +28,21 @@ const RETAINED_PREFIX_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
 ///
-/// A block's hash covers the cache salt, the prompt parts and all tokens up to the end of the block.
-/// The default value has neither a salt nor prompt parts.
+/// A block's hash covers the cache salt, the prompt segments and all tokens up to the end of the block.
+/// The default value has neither a salt nor prompt segments.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
-    /// The hash of the sequence's own cache salt and prompt parts, or 0 if it has neither.
-    /// The default prompt parts of the [`BlockManager`] are not included.
-    /// Every block hash includes this hash, so only sequences with equal salts and parts share cached blocks.
+    /// The hash of the sequence's own cache salt and prompt segments, or 0 if it has neither.
+    /// The default prompt segments of the [`BlockManager`] are not included.
+    /// Every block hash includes this hash, so only sequences with equal salts and segments share cached blocks.
     root: u128,
-    /// The sequence's own prompt parts. If `None`, the default of the [`BlockManager`] applies.
-    prompt_parts: Option<PromptParts>,
+    /// The sequence's own prompt segments. If `None`, the default of the [`BlockManager`] applies.
+    prompt_segments: Option<PromptSegments>,
     blocks: Vec<u128>,
 }
 
 impl BlockHashes {
-    /// Returns the hash of the cache salt, the prompt parts and all tokens before the block at `index`.
+    /// Returns the hash of the cache salt, the prompt segments and all tokens before the block at `index`.
     fn before(&self, index: usize) -> u128 {
         index.checked_sub(1).map_or(self.root, |before| self.blocks[before])
     }
@@ -60,7 +61,7 @@ pub struct SequenceBlocks {
     computed: usize,
     prompt_tokens: usize,
     /// The maximum number of blocks of each table that other sequences may reuse.
-    /// `usize::MAX` if the prompt is not divided into parts.
+    /// `usize::MAX` if the prompt is not divided into segments.
     reusable: usize,
     /// The number of tokens that [`BlockManager::start`] looked up in the prefix cache.
     queried_tokens: usize,
@@ -121,8 +122,9 @@ pub struct BlockStats {
 pub struct BlockManager {
     /// The attention window of each layer group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// The default prompt parts. If `Some`, sequences without parts of their own reuse prefixes only in whole parts.
-    prompt_parts: Option<PromptParts>,
+    /// The default prompt segments. If `Some`, sequences without segments of their own reuse prefixes only in whole
+    /// segments.
+    prompt_segments: Option<PromptSegments>,
     pool: BlockPool,
     /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
     hashers: [RandomState; 2],
@@ -134,13 +136,13 @@ impl BlockManager {
     /// Creates a manager of `blocks` blocks, one of which is the scratch block.
     pub fn new(windows: Vec<Option<usize>>, blocks: usize) -> Self {
         let hashers = [RandomState::new(), RandomState::new()];
-        Self { windows, prompt_parts: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
+        Self { windows, prompt_segments: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Sets the prompt parts of sequences that have none of their own.
-    /// A sequence with prompt parts reuses a cached prefix only in whole parts: see [`hashes`](Self::hashes).
-    pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
-        Self { prompt_parts, ..self }
+    /// Sets the prompt segments of sequences that have none of their own.
+    /// A sequence with prompt segments reuses a cached prefix only in whole segments: see [`hashes`](Self::hashes).
+    pub fn with_prompt_segments(self, prompt_segments: Option<PromptSegments>) -> Self {
+        Self { prompt_segments, ..self }
     }
 
     pub fn stats(&self) -> BlockStats {
@@ -217,14 +219,15 @@ impl BlockManager {
         hashes: BlockHashes,
         max_blocks: usize,
     ) -> CachedPrefix {
-        let (last, prompt_parts) = (prompt_tokens.saturating_sub(1), hashes.prompt_parts.or(self.prompt_parts));
+        let (last, prompt_segments) =
+            (prompt_tokens.saturating_sub(1), hashes.prompt_segments.or(self.prompt_segments));
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
             hashes,
             first_held: vec![0; self.windows.len()],
             computed: 0,
             prompt_tokens,
-            reusable: prompt_parts.map_or(usize::MAX, |parts| parts.floor(last) / BLOCK_TOKENS),
+            reusable: prompt_segments.map_or(usize::MAX, |segments| segments.floor(last) / BLOCK_TOKENS),
             queried_tokens: 0,
         };
         let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS).min(max_blocks);
@@ -243,7 +246,7 @@ impl BlockManager {
     }
 
     /// Returns the length, in blocks, of the longest reusable prefix of at most `limit` blocks.
-    /// If the prompt is divided into parts, the prefix consists of whole parts.
+    /// If the prompt is divided into segments, the prefix consists of whole segments.
     fn longest_hit(&self, tokens: &[u32], hashes: &BlockHashes, limit: usize) -> usize {
         let groups = 0..self.windows.len();
         let has = |group, index| self.find(group, tokens, hashes, index).is_some();
@@ -259,8 +262,9 @@ impl BlockManager {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
             })
         };
-        let prompt_parts = hashes.prompt_parts.or(self.prompt_parts);
-        let floor = |hit: usize| prompt_parts.map_or(hit, |parts| parts.floor(hit * BLOCK_TOKENS) / BLOCK_TOKENS);
+        let prompt_segments = hashes.prompt_segments.or(self.prompt_segments);
+        let floor =
+            |hit: usize| prompt_segments.map_or(hit, |segments| segments.floor(hit * BLOCK_TOKENS) / BLOCK_TOKENS);
         hit = floor(hit);
         while let Some(missing) = last_missing(hit) {
             hit = floor(missing);
@@ -291,19 +295,19 @@ impl BlockManager {
     }
 
     /// Returns the [`BlockHashes`] of a new sequence, in which no block is hashed yet.
-    /// The sequence reuses only blocks of sequences with the same salt and parts.
+    /// The sequence reuses only blocks of sequences with the same salt and segments.
     ///
-    /// If the prompt is divided into parts, the sequence reuses only whole parts.
-    /// If the sequence reused half a part, a smaller pass would compute the other half, and the keys and values of
+    /// If the prompt is divided into segments, the sequence reuses only whole segments.
+    /// If the sequence reused half a segment, a smaller pass would compute the other half, and the keys and values of
     /// that half could differ in their last bits.
-    pub fn hashes(&self, salt: Option<&str>, prompt_parts: Option<PromptParts>) -> BlockHashes {
-        let root = (salt.is_some() || prompt_parts.is_some()).then(|| {
+    pub fn hashes(&self, salt: Option<&str>, prompt_segments: Option<PromptSegments>) -> BlockHashes {
+        let root = (salt.is_some() || prompt_segments.is_some()).then(|| {
             self.hash(|mut hasher| {
-                (salt, prompt_parts.map(PromptParts::tokens)).hash(&mut hasher);
+                (salt, prompt_segments.map(PromptSegments::tokens)).hash(&mut hasher);
                 hasher.finish()
             })
         });
-        BlockHashes { root: root.unwrap_or(0), prompt_parts, blocks: Vec::new() }
+        BlockHashes { root: root.unwrap_or(0), prompt_segments, blocks: Vec::new() }
     }
 
     /// Returns a 128-bit hash. `finish` writes the data to a hasher and returns one half of the hash.

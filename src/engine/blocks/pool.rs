@@ -15,7 +15,7 @@ pub const SCRATCH_BLOCK: BlockId = 0;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
-    /// The hash of the cache salt, the prompt parts and all tokens before the block.
+    /// The hash of the cache salt, the prompt segments and all tokens before the block.
     pub parent: u128,
     pub tokens: [u32; BLOCK_TOKENS],
 }
@@ -25,7 +25,7 @@ pub struct BlockContent {
 pub struct BlockKey {
     /// The index of the layer group.
     pub group: usize,
-    /// The hash of the cache salt, the prompt parts and all tokens up to the end of the block.
+    /// The hash of the cache salt, the prompt segments and all tokens up to the end of the block.
     pub hash: u128,
 }
 

@@ -56,7 +56,7 @@ impl PrefixBlocks {
 
 /// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
 /// If no prefix is cached, returns 0 and writes no file.
-/// Does not find blocks that were cached by requests with a cache salt or with prompt parts of their own.
+/// Does not find blocks that were cached by requests with a cache salt or with prompt segments of their own.
 /// Fails if a rank cannot read its cache, or if the file cannot be written.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
     // `find_prefix` never includes the last token, so append a token to find all full blocks of `ids`.

@@ -118,10 +118,10 @@ impl EngineLoop {
         counters: Arc<Counters>,
     ) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
-        let prompt_parts = runner.prompt_parts();
-        let config = SchedulerConfig { token_budget: chunk, max_sequences, context, prompt_parts };
+        let prompt_segments = runner.prompt_segments();
+        let config = SchedulerConfig { token_budget: chunk, max_sequences, context, prompt_segments };
         let windows = runner.cache().layout().windows().to_vec();
-        let blocks = BlockManager::new(windows, runner.cache().blocks()).with_prompt_parts(prompt_parts);
+        let blocks = BlockManager::new(windows, runner.cache().blocks()).with_prompt_segments(prompt_segments);
         Self {
             faults: FaultPlan::from_env(&runner),
             runner,
@@ -271,7 +271,7 @@ impl EngineLoop {
                         id,
                         prompt,
                         cache_salt: first.cache_salt.take(),
-                        prompt_parts: first.prompt_parts,
+                        prompt_segments: first.prompt_segments,
                         computes_whole_prompt: first.prompt_scores.is_some(),
                         forks: (id + 1..self.next_id).collect(),
                         max_tokens: first.remaining(),

@@ -242,7 +242,7 @@ fn inputs<'s>(
             tables,
             sampler: samples.then_some(&mut sequence.sampler),
             limit,
-            prompt_parts: scheduler.prompt_parts(*id),
+            prompt_segments: scheduler.prompt_segments(*id),
             scores: sequence.prompt_scores.as_mut().and_then(|scores| scores.of_step(tokens, range.clone())),
         });
     }

@@ -31,7 +31,7 @@ use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::language::Language;
-use crate::runner::{ExecutionMode, NoDecodeGraph, PromptParts, Runner};
+use crate::runner::{ExecutionMode, NoDecodeGraph, PromptSegments, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 pub use crate::kernels::sampling::MAX_LOGPROBS;
@@ -67,7 +67,7 @@ pub(super) struct SharedEngineState {
 struct PreparedRequest {
     /// The token ids of the prompt, which all answers share.
     prompt: Arc<Vec<u32>>,
-    prompt_parts: Option<PromptParts>,
+    prompt_segments: Option<PromptSegments>,
     /// The options of the next answer. The answers differ only in the seed.
     options: GenerateOptions,
     constraint: Option<ConstraintState>,
@@ -93,8 +93,8 @@ impl EngineHandle {
     /// - the prompt leaves no room for an answer ([`Error::ContextFull`] or [`Error::PromptTooLong`])
     /// - the constraint is invalid, not supported or too expensive ([`Error::InvalidConstraint`])
     /// - the machine is too busy to compile the constraint in time ([`Error::CompilerBusy`])
-    /// - [`GenerateOptions::deterministic`] is set, but the engine's chunk size or attention kernel does not allow it to
-    ///   answer individual requests deterministically ([`Error::NotDeterministic`])
+    /// - [`GenerateOptions::deterministic`] is set, but the engine's chunk size or attention kernel does not allow it
+    ///   to answer individual requests deterministically ([`Error::NotDeterministic`])
     /// - the engine has stopped or is draining
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         Ok(self.submit_n(request, 1)?.remove(0))
@@ -152,11 +152,11 @@ impl EngineHandle {
         if counters.is_draining.load(Ordering::Relaxed) {
             return Err(Error::Draining.into());
         }
-        let prompt_parts = self.request_parts(&options)?;
+        let prompt_segments = self.request_segments(&options)?;
         let record = options.keeps_record.then(|| Arc::new(RequestRecord::new(&ids, chat.as_ref(), &options)));
         let constraint = self.prepare_constraint(&mut options, chat)?;
         let mut request =
-            PreparedRequest { prompt: Arc::new(ids), prompt_parts, options, constraint, record, submitted };
+            PreparedRequest { prompt: Arc::new(ids), prompt_segments, options, constraint, record, submitted };
         let mut answers = Vec::with_capacity(outputs.len());
         for output in outputs {
             answers.push(self.create_answer(&request, output));
@@ -174,13 +174,13 @@ impl EngineHandle {
     /// Creates the sequence and the event stream of one answer. If the model runs on several ranks, registers the
     /// sequence, so that its client learns if a rank fails.
     fn create_answer(&self, request: &PreparedRequest, output: Output) -> (Sequence, RequestStream) {
-        let PreparedRequest { prompt, prompt_parts, options, constraint, record, submitted } = request;
+        let PreparedRequest { prompt, prompt_segments, options, constraint, record, submitted } = request;
         let (sender, events) = unbounded_channel();
         if self.info().ranks > 1 {
             self.shared.failure.add(&sender);
         }
         let mut sequence = Sequence::new(prompt.clone(), options, self.language().stop_ids(), sender);
-        sequence.prompt_parts = *prompt_parts;
+        sequence.prompt_segments = *prompt_segments;
         if let Some(constraint) = constraint {
             sequence.constrain(constraint.clone());
         }

@@ -30,7 +30,7 @@ impl EngineHandle {
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.defaults().clone()));
         self.check(&ids, &options)?;
         let prompt_tokens = ids.len();
-        let prompt_parts = self.request_parts(&options)?;
+        let prompt_segments = self.request_segments(&options)?;
         let max_tokens = options.max_tokens.unwrap_or(usize::MAX).min(self.context() - prompt_tokens);
         let (sender, result) = mpsc::sync_channel(1);
         self.send(EngineCommand::CallScheduler(Box::new(move |scheduler, now| {
@@ -39,7 +39,7 @@ impl EngineHandle {
                 id: SequenceId::MAX - answers as SequenceId,
                 prompt: ids,
                 cache_salt: options.cache_salt,
-                prompt_parts,
+                prompt_segments,
                 computes_whole_prompt: options.prompt_logprobs.is_some(),
                 forks: (1..answers as SequenceId).map(|fork| SequenceId::MAX - fork).collect(),
                 max_tokens,

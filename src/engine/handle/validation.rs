@@ -6,7 +6,7 @@ use super::EngineHandle;
 use crate::engine::requests::GenerateOptions;
 use crate::error::Error;
 use crate::kernels::sampling::MAX_LOGPROBS;
-use crate::runner::PromptParts;
+use crate::runner::PromptSegments;
 
 /// The maximum size of a prompt above [`MIN_TEXT_BYTES`], in bytes per token of context.
 /// Text rarely has more bytes per token, so a longer text is unlikely to fit in the context.
@@ -69,15 +69,15 @@ impl EngineHandle {
     ///
     /// Returns `None` if the request is not deterministic, or if the engine answers all requests deterministically.
     /// Fails if the request is deterministic, but the engine cannot answer individual requests deterministically.
-    pub(super) fn request_parts(&self, options: &GenerateOptions) -> Result<Option<PromptParts>> {
+    pub(super) fn request_segments(&self, options: &GenerateOptions) -> Result<Option<PromptSegments>> {
         let info = self.info();
-        match info.request_parts {
+        match info.request_segments {
             _ if !options.deterministic || info.is_deterministic => Ok(None),
             None => {
                 let reason = "the engine's chunk size or attention kernel does not support determinism".to_string();
                 Err(Error::NotDeterministic { reason }.into())
             }
-            prompt_parts => Ok(prompt_parts),
+            prompt_segments => Ok(prompt_segments),
         }
     }
 

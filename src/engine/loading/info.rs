@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
-use crate::runner::{ExecutionMode, NoDecodeGraph, PromptParts};
+use crate::runner::{ExecutionMode, NoDecodeGraph, PromptSegments};
 
 /// Properties of a loaded model, and the settings with which the engine runs it.
 #[derive(Clone, Debug)]
@@ -40,7 +40,7 @@ pub struct ModelInfo {
     pub is_deterministic: bool,
     /// How to divide the prompts of requests with [`deterministic`](crate::GenerateOptions::deterministic).
     /// `None` if the chunk size or the attention kernel does not support deterministic requests.
-    pub request_parts: Option<PromptParts>,
+    pub request_segments: Option<PromptSegments>,
     /// The device that had the least free memory before the weights were loaded.
     pub device: DeviceInfo,
     /// The number of ranks that run the model together.

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use super::fingerprint::fingerprint;
 use super::info::{LoadTimes, ModelInfo};
-use super::on_device::{OnDevice, deterministic_parts, load_onto_device};
+use super::on_device::{OnDevice, deterministic_segments, load_onto_device};
 use super::options::LoadOptions;
 use crate::engine::sampling::SamplingParams;
 use crate::language::Language;
@@ -50,7 +50,7 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let runner = model.runner;
     // With LongRoPE, a context longer than `default_context` selects other RoPE factors, so keys and values differ.
     let has_long_context = runner.limits().context > config.architecture.default_context();
-    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_parts());
+    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_segments());
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
@@ -105,8 +105,8 @@ fn model_info(
         attention: model.attention,
         execution_mode: runner.execution_mode(),
         no_decode_graph: runner.no_decode_graph().cloned(),
-        is_deterministic: runner.prompt_parts().is_some(),
-        request_parts: deterministic_parts(runner.limits().chunk, model.attention).ok(),
+        is_deterministic: runner.prompt_segments().is_some(),
+        request_segments: deterministic_segments(runner.limits().chunk, model.attention).ok(),
         device: model.device_info.clone(),
         ranks: options.devices.count(),
         weight_bytes: model.weight_bytes,

@@ -17,7 +17,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::kernels::exchange::{ExchangePath, MIN_ROUNDED_ELEMENTS};
 use crate::models::ModelConfig;
 use crate::nn::kv_cache::BLOCK_TOKENS;
-use crate::runner::{PromptParts, Runner, RunnerLimits, RunnerOptions};
+use crate::runner::{PromptSegments, Runner, RunnerLimits, RunnerOptions};
 use crate::weights::{Checkpoint, Inventory, LoadProgress};
 
 /// The runner of a loaded model, and values for its [`ModelInfo`].
@@ -121,11 +121,11 @@ fn allocate(
         exchange_paths: ExchangePath::from_environment().map_err(Error::usage)?,
     };
     let LoadedRanks { world, model, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
-    let prompt_parts = options.deterministic.then(|| deterministic_parts(chunk, attention)).transpose()?;
+    let prompt_segments = options.deterministic.then(|| deterministic_segments(chunk, attention)).transpose()?;
     let weights_s = started.elapsed().as_secs_f64() - cache_s;
 
     let started = Instant::now();
-    let runner_options = RunnerOptions { eager: options.eager, prompt_parts, queue_steps: options.queue_steps };
+    let runner_options = RunnerOptions { eager: options.eager, prompt_segments, queue_steps: options.queue_steps };
     let limits = RunnerLimits { context, chunk };
     let runner = Runner::with_ranks(world, model, others, limits, device.clone(), runner_options)?;
     let graph_s = started.elapsed().as_secs_f64();
@@ -145,14 +145,14 @@ fn device_infos(first: &Device, devices: &Devices) -> Result<Vec<DeviceInfo>> {
 
 /// Returns how prompts are divided for deterministic answers.
 /// Fails if the chunk size or the attention kernel does not support deterministic answers.
-pub(super) fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
+pub(super) fn deterministic_segments(chunk: usize, attention: AttentionBackend) -> Result<PromptSegments> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage(
             "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention portable"
                 .into()
         ));
     }
-    PromptParts::new(chunk).with_context(|| {
+    PromptSegments::new(chunk).with_context(|| {
         Error::Usage(format!(
             "cannot use --deterministic with a chunk size of {chunk}: raise --chunk and --context to {BLOCK_TOKENS} or more"
         ))

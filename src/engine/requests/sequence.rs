@@ -14,7 +14,7 @@ use super::request::{FinishReason, GenerateOptions};
 use crate::engine::constraint::ConstraintState;
 use crate::engine::sampling::{LogitRules, Sampler};
 use crate::engine::scheduler::TenantId;
-use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
+use crate::runner::{ChosenToken, PromptSegments, TokenLogprobs};
 
 /// The prompt, sampler, limits and event channel of one answer to a request.
 pub struct Sequence {
@@ -32,8 +32,9 @@ pub struct Sequence {
     stop_ids: Vec<u32>,
     /// See [`GenerateOptions::cache_salt`]. The engine loop moves it from a request's first sequence to the scheduler.
     pub cache_salt: Option<String>,
-    /// How the prompt is divided into parts. `Some` only if the request must be deterministic, but the engine is not.
-    pub prompt_parts: Option<PromptParts>,
+    /// How the prompt is divided into segments. `Some` only if the request must be deterministic, but the engine is
+    /// not.
+    pub prompt_segments: Option<PromptSegments>,
     pub tenant: TenantId,
     pub priority: i32,
     pub max_wait: Option<Duration>,
@@ -71,7 +72,7 @@ impl Sequence {
             generated: 0,
             max_tokens: options.max_tokens,
             cache_salt: options.cache_salt.clone(),
-            prompt_parts: None,
+            prompt_segments: None,
             tenant: options.tenant,
             priority: options.priority,
             max_wait: options.max_wait,

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use super::blocks::{BlockCopy, BlockManager, SequenceBlocks};
 use crate::nn::kv_cache::BlockTables;
-use crate::runner::PromptParts;
+use crate::runner::PromptSegments;
 use fair_queue::FairQueue;
 use ledger::TenantLedger;
 use order::Seniority;
@@ -58,16 +58,17 @@ const MAX_PREEMPTIONS: u32 = 2;
 /// The limits of a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
-    /// The maximum number of tokens in one step. See `prompt_parts` for an exception.
+    /// The maximum number of tokens in one step. See `prompt_segments` for an exception.
     pub token_budget: usize,
     /// The maximum number of sequences that run at once, from 1 to `token_budget`.
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, all prompts without [`NewSequence::prompt_parts`] are divided into these parts.
-    /// Each chunk of a divided prompt contains whole parts, so a step can exceed the token budget by less than a part.
-    /// The last part ends before the last prompt token. This token and all generated tokens are computed one by one.
-    pub prompt_parts: Option<PromptParts>,
+    /// If set, all prompts without [`NewSequence::prompt_segments`] are divided into these segments.
+    /// Each chunk of a divided prompt contains whole segments, so a step can exceed the token budget by less than a
+    /// segment. The last segment ends before the last prompt token. This token and all generated tokens are computed
+    /// one by one.
+    pub prompt_segments: Option<PromptSegments>,
 }
 
 /// A sequence to submit to the scheduler.
@@ -77,8 +78,8 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// The sequence reuses only cached blocks of sequences with the same salt, or without a salt if this is `None`.
     pub cache_salt: Option<String>,
-    /// If set, the prompt is divided into these parts instead of those in [`SchedulerConfig::prompt_parts`].
-    pub prompt_parts: Option<PromptParts>,
+    /// If set, the prompt is divided into these segments instead of those in [`SchedulerConfig::prompt_segments`].
+    pub prompt_segments: Option<PromptSegments>,
     /// Whether to compute all prompt tokens, even those in the prefix cache.
     pub computes_whole_prompt: bool,
     /// The ids of additional sequences with the same prompt and options, which share the prefill of this sequence.
@@ -164,16 +165,16 @@ pub struct Scheduler {
 
 impl Scheduler {
     /// Creates a scheduler. Panics if `blocks` cannot hold a sequence of `config.context` tokens, if `max_sequences`
-    /// is 0 or exceeds the token budget, or if a prompt part is larger than the token budget.
+    /// is 0 or exceeds the token budget, or if a prompt segment is larger than the token budget.
     pub fn new(config: SchedulerConfig, blocks: BlockManager) -> Self {
-        let SchedulerConfig { token_budget, max_sequences, context, prompt_parts } = config;
+        let SchedulerConfig { token_budget, max_sequences, context, prompt_segments } = config;
         assert!(
             (1..=token_budget).contains(&max_sequences),
             "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
         assert!(
-            prompt_parts.is_none_or(|parts| parts.tokens() <= token_budget),
-            "a prompt part is larger than the token budget of a step"
+            prompt_segments.is_none_or(|segments| segments.tokens() <= token_budget),
+            "a prompt segment is larger than the token budget of a step"
         );
         assert!(
             blocks.peak_blocks(context, token_budget) <= blocks.stats().total,
@@ -194,13 +195,13 @@ impl Scheduler {
     /// Adds a sequence to the queue. Its forks enter the queue only if they cannot start with the sequence's blocks.
     ///
     /// Panics if an id is already in use, or if the prompt is empty or longer than the context.
-    /// Also panics if a prompt part is larger than the token budget.
+    /// Also panics if a prompt segment is larger than the token budget.
     pub fn submit(&mut self, new: NewSequence) {
         let NewSequence {
             id,
             prompt,
             cache_salt,
-            prompt_parts,
+            prompt_segments,
             computes_whole_prompt,
             forks,
             max_tokens,
@@ -215,15 +216,15 @@ impl Scheduler {
             prompt.len()
         );
         assert!(
-            prompt_parts.is_none_or(|parts| parts.tokens() <= self.config.token_budget),
-            "a prompt part is larger than the token budget of a step"
+            prompt_segments.is_none_or(|segments| segments.tokens() <= self.config.token_budget),
+            "a prompt segment is larger than the token budget of a step"
         );
-        let hashes = self.blocks.hashes(cache_salt.as_deref(), prompt_parts);
+        let hashes = self.blocks.hashes(cache_salt.as_deref(), prompt_segments);
         let sequence = |id, tokens, forks, parent| ScheduledSequence {
             prompt_tokens: prompt.len(),
             tokens,
             is_last_pending: false,
-            prompt_parts: prompt_parts.or(self.config.prompt_parts),
+            prompt_segments: prompt_segments.or(self.config.prompt_segments),
             computes_whole_prompt,
             max_tokens,
             tenant,
@@ -250,7 +251,7 @@ impl Scheduler {
         let NewSequence { ref prompt, ref forks, max_tokens, tenant, .. } = *new;
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
         let running_demand: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
-        let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
+        let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_segments);
         let max_blocks = if new.computes_whole_prompt { 0 } else { usize::MAX };
         let prefix = self.blocks.find_prefix(prompt, prompt.len(), hashes, max_blocks);
         let chunk = (prompt.len() - prefix.tokens()).clamp(1, token_budget);
@@ -277,10 +278,10 @@ impl Scheduler {
         &self.sequences[&id].tokens
     }
 
-    /// Returns how the prompt of a sequence is divided into parts, or `None` if the prompt is not divided.
+    /// Returns how the prompt of a sequence is divided into segments, or `None` if the prompt is not divided.
     /// Panics if the sequence has ended.
-    pub fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
-        self.sequences[&id].prompt_parts
+    pub fn prompt_segments(&self, id: SequenceId) -> Option<PromptSegments> {
+        self.sequences[&id].prompt_segments
     }
 
     /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.

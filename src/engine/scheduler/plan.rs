@@ -186,7 +186,7 @@ impl Scheduler {
         }
         let start = sequence.computed();
         // Leave tokens for other prompts: at first, a chunk gets at most half of the step's token budget, rounded up,
-        // or one prompt part if the part is larger.
+        // or one prompt segment if the segment is larger.
         let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
         let end = sequence.chunk_end(start, tokens);
         let is_last = end == sequence.tokens.len();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::ledger::TenantId;
 use super::order::{Seniority, SequenceId};
 use crate::engine::blocks::{BlockHashes, SequenceBlocks};
-use crate::runner::PromptParts;
+use crate::runner::PromptSegments;
 
 /// A sequence that has not ended.
 pub struct ScheduledSequence {
@@ -14,8 +14,8 @@ pub struct ScheduledSequence {
     /// Whether the last entry of `tokens` is a placeholder for the token that a queued step chooses.
     pub is_last_pending: bool,
     pub prompt_tokens: usize,
-    /// See `SchedulerConfig::prompt_parts`.
-    pub prompt_parts: Option<PromptParts>,
+    /// See `SchedulerConfig::prompt_segments`.
+    pub prompt_segments: Option<PromptSegments>,
     /// Whether to compute the whole prompt without reusing cached tokens.
     /// Set to false once all prompt tokens but the last are computed.
     pub computes_whole_prompt: bool,
@@ -55,11 +55,11 @@ impl ScheduledSequence {
 
     /// Returns the end of the longest range that the next step can compute.
     ///
-    /// If the sequence has forks or its prompt is divided into parts, the range ends before the last prompt token.
-    /// Each fork computes this token itself. With parts, this token and all later tokens are computed one by one.
+    /// If the sequence has forks or its prompt is divided into segments, the range ends before the last prompt token.
+    /// Each fork computes this token itself. With segments, this token and all later tokens are computed one by one.
     pub fn next_end(&self) -> usize {
         let (last, computed) = (self.prompt_tokens - 1, self.computed());
-        match self.prompt_parts {
+        match self.prompt_segments {
             Some(_) if computed >= last => computed + 1,
             None if self.forks.is_empty() => self.tokens.len(),
             _ => last,
@@ -69,11 +69,11 @@ impl ScheduledSequence {
     /// Returns the end of a chunk that starts at `start` and has at most `tokens` tokens.
     /// A chunk never ends after [`next_end`](Self::next_end).
     ///
-    /// If the prompt is divided into parts, the chunk ends where a part ends, or at `next_end`.
-    /// In this case, it includes at least one part, even if the part has more than `tokens` tokens.
+    /// If the prompt is divided into segments, the chunk ends where a segment ends, or at `next_end`.
+    /// In this case, it includes at least one segment, even if the segment has more than `tokens` tokens.
     pub fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
-        let end = self.prompt_parts.map_or(end, |parts| parts.floor(end).max(parts.next(start)));
+        let end = self.prompt_segments.map_or(end, |segments| segments.floor(end).max(segments.next(start)));
         end.min(self.next_end())
     }
 

@@ -11,7 +11,7 @@ use candle_core::DType;
 pub enum NoDecodeGraph {
     /// [`RunnerOptions::eager`](crate::runner::RunnerOptions::eager) is true.
     Eager,
-    /// [`RunnerOptions::prompt_parts`](crate::runner::RunnerOptions::prompt_parts) is set.
+    /// [`RunnerOptions::prompt_segments`](crate::runner::RunnerOptions::prompt_segments) is set.
     /// The decode graph does not add in the order `SumOrder::Fixed`.
     Deterministic,
     NotOnGpu,

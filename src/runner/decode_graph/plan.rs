@@ -20,7 +20,7 @@ pub fn plan_together(
 ) -> Result<PlannedGraph> {
     let planned = match options {
         RunnerOptions { eager: true, .. } => Ok(Err(NoDecodeGraph::Eager)),
-        RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => Ok(Err(NoDecodeGraph::Deterministic)),
+        RunnerOptions { prompt_segments: Some(_), .. } if decoder.is_on_gpu() => Ok(Err(NoDecodeGraph::Deterministic)),
         _ => plan(decoder, cache, limits.context),
     };
     let has_none = !matches!(planned, Ok(Ok(_)));

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use crate::kernels::SumOrder;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
-use crate::runner::limits::PromptParts;
+use crate::runner::limits::PromptSegments;
 use crate::runner::sampling::{
     Chosen, TokenLogprobs, TokenSampler, choose_on_device, choose_on_host, logprobs_on_device,
 };
@@ -27,16 +27,16 @@ enum PassKind {
     Together,
     /// One pass for all sequences with one input token whose results must not depend on other sequences.
     SingleTokens,
-    /// One pass for each part of each prompt whose results must not depend on other sequences.
-    PromptParts,
+    /// One pass for each segment of each prompt whose results must not depend on other sequences.
+    PromptSegments,
 }
 
 impl PassKind {
-    /// Returns the kind of pass for a sequence. If the sequence has no prompt parts, `parts_of_all` applies.
-    fn of(sequence: &StepSequence, parts_of_all: Option<PromptParts>) -> Self {
-        match sequence.prompt_parts.or(parts_of_all) {
+    /// Returns the kind of pass for a sequence. If the sequence has no prompt segments, `segments_of_all` applies.
+    fn of(sequence: &StepSequence, segments_of_all: Option<PromptSegments>) -> Self {
+        match sequence.prompt_segments.or(segments_of_all) {
             None => Self::Together,
-            Some(_) if sequence.ids.len() > 1 => Self::PromptParts,
+            Some(_) if sequence.ids.len() > 1 => Self::PromptSegments,
             Some(_) => Self::SingleTokens,
         }
     }
@@ -67,8 +67,8 @@ impl Runner {
         mut sequences: Vec<StepSequence>,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<Chosen>> {
-        let parts_of_all = self.options.prompt_parts;
-        let kind = |sequence: &StepSequence| PassKind::of(sequence, parts_of_all);
+        let segments_of_all = self.options.prompt_segments;
+        let kind = |sequence: &StepSequence| PassKind::of(sequence, segments_of_all);
         // Both sorts are stable, so sequence i of the sorted slice was at index `order[i]`.
         let mut order: Vec<usize> = (0..sequences.len()).collect();
         order.sort_by_key(|&index| kind(&sequences[index]));
@@ -77,15 +77,15 @@ impl Runner {
         for group in sequences.chunk_by_mut(|a, b| kind(a) == kind(b)) {
             match kind(&group[0]) {
                 PassKind::Together => {
-                    // The passes of the other kinds are small enough: one token per sequence, or one prompt part.
+                    // The passes of the other kinds are small enough: one token per sequence, or one prompt segment.
                     self.check_tokens(group)?;
                     results.extend(self.run_pass(group, meanwhile, SumOrder::Fastest)?);
                 }
                 PassKind::SingleTokens => results.extend(self.run_pass(group, meanwhile, SumOrder::Fixed)?),
-                PassKind::PromptParts => {
+                PassKind::PromptSegments => {
                     meanwhile();
                     for sequence in group {
-                        results.push(self.run_prompt_parts(sequence)?);
+                        results.push(self.run_prompt_segments(sequence)?);
                     }
                 }
             }
@@ -126,28 +126,28 @@ impl Runner {
         Ok(())
     }
 
-    /// Runs a chunk of a prompt, with one pass for each prompt part in the chunk.
-    /// A part with a single token uses the fixed order of additions, like the sequence's decode steps.
-    fn run_prompt_parts(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
-        let StepSequence { ids, position, prompt_parts, .. } = *sequence;
-        let parts = prompt_parts.or(self.options.prompt_parts);
-        let parts = parts.context("internal error: a sequence has no prompt parts")?;
+    /// Runs a chunk of a prompt, with one pass for each prompt segment in the chunk.
+    /// A segment with a single token uses the fixed order of additions, like the sequence's decode steps.
+    fn run_prompt_segments(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
+        let StepSequence { ids, position, prompt_segments, .. } = *sequence;
+        let segments = prompt_segments.or(self.options.prompt_segments);
+        let segments = segments.context("internal error: a sequence has no prompt segments")?;
         let (mut start, end) = (position, position + ids.len());
         let mut scores = sequence.scores.take();
         loop {
-            let part_end = parts.next(start).min(end);
-            let is_last = part_end == end;
+            let segment_end = segments.next(start).min(end);
+            let is_last = segment_end == end;
             let sampler = sequence.sampler.take_if(|_| is_last).map(|sampler| sampler as &mut dyn TokenSampler);
-            let range = start - position..part_end - position;
+            let range = start - position..segment_end - position;
             let scores = scores.as_mut().and_then(|scores| scores.in_range(range.clone()));
             let ids = &ids[range];
-            let mut part = [StepSequence { sampler, scores, ..sequence.with_input(ids, start) }];
+            let mut segment = [StepSequence { sampler, scores, ..sequence.with_input(ids, start) }];
             let sum_order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
-            let logits = self.forward(&mut part, sum_order)?;
+            let logits = self.forward(&mut segment, sum_order)?;
             if is_last {
-                return Ok(self.choose_tokens(&mut part, &logits)?.remove(0));
+                return Ok(self.choose_tokens(&mut segment, &logits)?.remove(0));
             }
-            start = part_end;
+            start = segment_end;
         }
     }
 
@@ -197,9 +197,9 @@ impl Runner {
     fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {
-                // A sequence with prompt parts is deterministic: all its decode steps add in the order
+                // A sequence with prompt segments is deterministic: all its decode steps add in the order
                 // `SumOrder::Fixed`. The decode graph adds in another order.
-                [sequence] if sequence.prompt_parts.is_none() => {
+                [sequence] if sequence.prompt_segments.is_none() => {
                     Ok(vec![self.choose_and_start_graph(sequence, logits)?])
                 }
                 _ => choose_on_device(&mut samplers(sequences), logits),

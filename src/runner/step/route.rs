@@ -37,7 +37,7 @@ pub struct RunnerFacts {
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
-    /// Whether `RunnerOptions::prompt_parts` is set, so that no result may depend on other sequences.
+    /// Whether `RunnerOptions::prompt_segments` is set, so that no result may depend on other sequences.
     pub is_deterministic: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct StepFacts {
     pub needs_logits: bool,
     /// Whether the step computes log probabilities of prompt tokens.
     pub has_scores: bool,
-    /// Whether at least one sequence has `prompt_parts`, so that its results must not depend on other sequences.
+    /// Whether at least one sequence has `prompt_segments`, so that its results must not depend on other sequences.
     pub has_deterministic_sequence: bool,
 }
 
@@ -80,7 +80,7 @@ impl StepFacts {
             samplers_can_queue: samplers().all(|sampler| sampler.can_queue()),
             needs_logits: sequences.len() == 1 && samplers().any(|sampler| sampler.needs_logits()),
             has_scores: sequences.iter().any(|sequence| sequence.scores.is_some()),
-            has_deterministic_sequence: sequences.iter().any(|sequence| sequence.prompt_parts.is_some()),
+            has_deterministic_sequence: sequences.iter().any(|sequence| sequence.prompt_segments.is_some()),
         }
     }
 }
@@ -95,8 +95,8 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> StepRoute {
 /// Returns whether a step is queued. Returns false for steps that the decode graph runs or can continue.
 fn is_queued(runner: RunnerFacts, step: StepFacts) -> bool {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
-    // Deterministic prompts run in one pass per prompt part. Deterministic requests also decode in passes of their own,
-    // unless the whole runner is deterministic. These passes leave no tokens on the device.
+    // Deterministic prompts run in one pass per prompt segment. Deterministic requests also decode in passes of their
+    // own, unless the whole runner is deterministic. These passes leave no tokens on the device.
     let needs_own_passes = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
     // The decode graph queues its own steps. It starts from the logits of the prompt's last chunk,
     // so a step with only one sequence is not queued even if it runs a chunk.

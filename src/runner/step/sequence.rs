@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::nn::kv_cache::BlockTables;
 use crate::nn::pass::SequenceSpan;
-use crate::runner::limits::PromptParts;
+use crate::runner::limits::PromptSegments;
 use crate::runner::sampling::{TokenLogprobs, TokenSampler};
 
 /// The input of one sequence in a step.
@@ -28,8 +28,8 @@ pub struct StepSequence<'s> {
     /// The decode graph queues no steps beyond `limit`.
     pub limit: usize,
     /// How the prompt is divided into passes, so that the results do not depend on other sequences.
-    /// If `None`, the runner's option `prompt_parts` applies.
-    pub prompt_parts: Option<PromptParts>,
+    /// If `None`, the runner's option `prompt_segments` applies.
+    pub prompt_segments: Option<PromptSegments>,
     /// The prompt tokens whose log probabilities the step computes, if any.
     pub scores: Option<TokensToScore<'s>>,
 }
@@ -45,7 +45,7 @@ impl<'s> StepSequence<'s> {
             tables,
             sampler: None,
             limit: 0,
-            prompt_parts: None,
+            prompt_segments: None,
             scores: None,
         }
     }
@@ -58,7 +58,7 @@ impl<'s> StepSequence<'s> {
     {
         StepSequence {
             limit: self.limit,
-            prompt_parts: self.prompt_parts,
+            prompt_segments: self.prompt_segments,
             ..StepSequence::new(self.id, ids, position, self.tables)
         }
     }

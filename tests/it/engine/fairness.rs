@@ -25,7 +25,7 @@ impl Load {
 
 /// The limits of the scheduler in the simulation: 512 tokens per step, and 16 sequences of up to 2,048 tokens.
 const CONFIG: SchedulerConfig =
-    SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, prompt_parts: None };
+    SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, prompt_segments: None };
 
 /// Simulates the clients of several tenants that share one scheduler.
 struct TenantSimulator {
@@ -71,7 +71,7 @@ impl TenantSimulator {
             id,
             prompt,
             cache_salt: None,
-            prompt_parts: None,
+            prompt_segments: None,
             computes_whole_prompt: false,
             forks: Vec::new(),
             max_tokens: load.answer,

@@ -17,7 +17,7 @@ use inferno::engine::blocks::BlockManager;
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
 
-use self::scenario::{Request, Scenario, assign_prompt_parts, assign_tenants, random_scenario};
+use self::scenario::{Request, Scenario, assign_prompt_segments, assign_tenants, random_scenario};
 use self::simulator::{Simulator, Summary, Tracked};
 
 /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses, in all layer groups together.
@@ -43,7 +43,7 @@ fn random_requests_get_what_the_scheduler_promises() {
             assign_tenants(&mut scenario, seed);
         }
         if seed % 4 == 1 {
-            assign_prompt_parts(&mut scenario, seed);
+            assign_prompt_segments(&mut scenario, seed);
         }
         simulated += scenario.requests.len();
         let Scenario { config, windows, blocks, .. } = &scenario;
@@ -97,14 +97,14 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
         cancel: None,
         forks: 0,
         is_fork: false,
-        prompt_parts: None,
+        prompt_segments: None,
     };
     // The test submits 50 requests per second for 30 seconds.
     // The scheduler can finish about 33 per second, four at a time.
     let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
     let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
     requests.insert(low, request(1001, 3));
-    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200, prompt_segments: None };
     let scenario = Scenario { config, windows: vec![None], blocks: 100, plans_ahead: false, requests };
     let mut simulator = Simulator::new(&scenario, 1);
     let summary = simulator.run();
@@ -132,7 +132,7 @@ fn new_sequence(id: SequenceId, prompt: Vec<u32>) -> NewSequence {
         id,
         prompt,
         cache_salt: None,
-        prompt_parts: None,
+        prompt_segments: None,
         computes_whole_prompt: false,
         forks: Vec::new(),
         max_tokens: 1,
@@ -164,7 +164,7 @@ fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize)> {
 
 #[test]
 fn a_long_prompt_leaves_half_of_the_budget_to_others() {
-    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, prompt_segments: None };
     for mut scheduler in schedulers(config, 400) {
         submit(&mut scheduler, 0, 2500, 10);
         assert_eq!(step(&mut scheduler), [(0, 1000)], "sequence 0 must get the whole budget");
@@ -183,7 +183,7 @@ fn a_long_prompt_leaves_half_of_the_budget_to_others() {
 fn a_prompt_may_fill_the_context_and_all_blocks() {
     for context in [1, 63, 64, 65, 128, 640] {
         for windows in [vec![None], vec![None, Some(128)], vec![Some(100)]] {
-            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context, prompt_parts: None };
+            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context, prompt_segments: None };
             let blocks = sequence_peak_blocks(&windows, context, config.token_budget);
             let mut scheduler = Scheduler::new(config, BlockManager::new(windows, blocks + 1));
             submit(&mut scheduler, 0, context, usize::MAX);
@@ -197,7 +197,7 @@ fn a_prompt_may_fill_the_context_and_all_blocks() {
 
 #[test]
 fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
-    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200, prompt_segments: None };
     for mut scheduler in schedulers(config, 20) {
         submit(&mut scheduler, 0, 50, 10);
         submit(&mut scheduler, 1, 200, 10);
@@ -218,7 +218,7 @@ fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
 #[test]
 fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
     // A full sequence of 640 tokens needs all 10 blocks. Two sequences can start, because their prompts are short.
-    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640, prompt_segments: None };
     let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 11));
     submit(&mut scheduler, 0, 10, usize::MAX);
     submit(&mut scheduler, 1, 10, usize::MAX);
@@ -251,7 +251,7 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
         // The prompt of sequence 0 needs 10 of the 11 blocks. Meanwhile, sequence 1 grows to three, so blocks run out.
-        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, prompt_parts: None };
+        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, prompt_segments: None };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);
         for _ in 0..head_start {
@@ -288,7 +288,7 @@ fn submit_with_forks(scheduler: &mut Scheduler, deadline: Option<Duration>) {
 
 #[test]
 fn forks_share_the_prompt_and_compute_only_its_last_token() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400, prompt_segments: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
@@ -304,7 +304,7 @@ fn forks_share_the_prompt_and_compute_only_its_last_token() {
 
 #[test]
 fn a_fork_takes_the_place_of_a_canceled_parent() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_segments: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
@@ -320,7 +320,7 @@ fn a_fork_takes_the_place_of_a_canceled_parent() {
 
 #[test]
 fn forks_of_a_started_prompt_do_not_expire() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_segments: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);
@@ -334,7 +334,7 @@ fn forks_of_a_started_prompt_do_not_expire() {
 
 #[test]
 fn prompts_share_blocks_only_with_the_same_salt() {
-    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 512, prompt_parts: None };
+    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 512, prompt_segments: None };
     for mut scheduler in schedulers(config, 200) {
         let mut cached = |id: SequenceId, salt: Option<&str>, token: u32| {
             let cache_salt = salt.map(str::to_string);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use inferno::engine::scheduler::SchedulerConfig;
 use inferno::nn::kv_cache::BLOCK_TOKENS;
-use inferno::runner::PromptParts;
+use inferno::runner::PromptSegments;
 
 use super::sequence_peak_blocks;
 use crate::engine::digest;
@@ -26,8 +26,8 @@ pub struct Request {
     /// The number of forks of this request. The forks come right after it in [`Scenario::requests`].
     pub forks: usize,
     pub is_fork: bool,
-    /// If set, the prompt is divided into these parts instead of those in the scheduler's configuration.
-    pub prompt_parts: Option<PromptParts>,
+    /// If set, the prompt is divided into these segments instead of those in the scheduler's configuration.
+    pub prompt_segments: Option<PromptSegments>,
 }
 
 /// The configuration of a scheduler and its KV cache, and the requests to submit.
@@ -114,7 +114,7 @@ pub fn random_scenario(seed: u64, count: usize) -> Scenario {
         Request {
             forks: 0,
             is_fork: false,
-            prompt_parts: None,
+            prompt_segments: None,
             prompt,
             max_tokens,
             answer,
@@ -144,8 +144,9 @@ pub fn random_scenario(seed: u64, count: usize) -> Scenario {
         }
         id += 1 + forks;
     }
-    let prompt_parts = PromptParts::new(token_budget.min(64 + random.below(200))).filter(|_| random.below(3) == 0);
-    let config = SchedulerConfig { token_budget, max_sequences, context, prompt_parts };
+    let prompt_segments =
+        PromptSegments::new(token_budget.min(64 + random.below(200))).filter(|_| random.below(3) == 0);
+    let config = SchedulerConfig { token_budget, max_sequences, context, prompt_segments };
     let plans_ahead = random.below(2) == 0;
     Scenario { config, windows: windows.to_vec(), blocks, plans_ahead, requests }
 }
@@ -164,15 +165,15 @@ pub fn assign_tenants(scenario: &mut Scenario, seed: u64) {
     }
 }
 
-/// Assigns prompt parts to some requests of a scenario. A fork has the same parts as its parent.
-pub fn assign_prompt_parts(scenario: &mut Scenario, seed: u64) {
+/// Assigns prompt segments to some requests of a scenario. A fork has the same segments as its parent.
+pub fn assign_prompt_segments(scenario: &mut Scenario, seed: u64) {
     let mut random = Random(digest(seed, 3));
-    let prompt_parts = PromptParts::new(scenario.config.token_budget.min(64 + random.below(200)));
+    let prompt_segments = PromptSegments::new(scenario.config.token_budget.min(64 + random.below(200)));
     let mut own = None;
     for request in &mut scenario.requests {
         if !request.is_fork {
-            own = prompt_parts.filter(|_| random.below(2) == 0);
+            own = prompt_segments.filter(|_| random.below(2) == 0);
         }
-        request.prompt_parts = own;
+        request.prompt_segments = own;
     }
 }

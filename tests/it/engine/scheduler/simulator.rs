@@ -7,7 +7,7 @@ use std::time::Duration;
 use inferno::engine::blocks::{BlockManager, SCRATCH_BLOCK};
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
-use inferno::runner::PromptParts;
+use inferno::runner::PromptSegments;
 
 use super::scenario::{Request, Scenario};
 use super::{new_sequence, sequence_peak_blocks};
@@ -93,7 +93,7 @@ pub struct Summary {
     pub forked: usize,
     pub hit_tokens: u64,
     /// The number of chunks that exceed the limit in `Simulator::check_chunks`.
-    /// Without prompt parts, the limit is half of the token budget, rounded up.
+    /// Without prompt segments, the limit is half of the token budget, rounded up.
     pub long_chunks: usize,
     pub steps: usize,
     pub duration: Duration,
@@ -107,8 +107,10 @@ fn step_time(tokens: usize) -> Duration {
 impl<'a> Simulator<'a> {
     pub fn new(scenario: &'a Scenario, seed: u64) -> Self {
         let Scenario { config, ref windows, blocks, ref requests, .. } = *scenario;
-        let scheduler =
-            Scheduler::new(config, BlockManager::new(windows.clone(), blocks).with_prompt_parts(config.prompt_parts));
+        let scheduler = Scheduler::new(
+            config,
+            BlockManager::new(windows.clone(), blocks).with_prompt_segments(config.prompt_segments),
+        );
         let max_blocks = sequence_peak_blocks(windows, config.context, config.token_budget) * config.max_sequences;
         Self {
             scenario,
@@ -176,12 +178,19 @@ impl<'a> Simulator<'a> {
     }
 
     fn submit(&mut self, id: SequenceId, request: &Request) {
-        let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, prompt_parts, .. } =
+        let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, prompt_segments, .. } =
             *request;
         if !is_fork {
             let (prompt, forks) = (prompt.clone(), (id + 1..=id + request.forks as u64).collect());
-            let new =
-                NewSequence { prompt_parts, forks, max_tokens, tenant, priority, deadline, ..new_sequence(id, prompt) };
+            let new = NewSequence {
+                prompt_segments,
+                forks,
+                max_tokens,
+                tenant,
+                priority,
+                deadline,
+                ..new_sequence(id, prompt)
+            };
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
@@ -381,11 +390,11 @@ impl<'a> Simulator<'a> {
     /// After a preemption, the generated tokens to recompute count as part of the prompt.
     fn with_unfinished_prompt(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) -> BTreeSet<SequenceId> {
         // A sequence with pending forks leaves its last prompt token to the next step.
-        // A sequence with prompt parts also leaves its last prompt token, and then computes one token per step.
+        // A sequence with prompt segments also leaves its last prompt token, and then computes one token per step.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
             let last = self.scenario.requests[*id as usize].prompt.len() - 1;
-            let end = match self.prompt_parts(*id) {
+            let end = match self.prompt_segments(*id) {
                 Some(_) => last.max(self.scheduler.computed(*id) + 1),
                 None => self.tracked[*id as usize].digests.len() - usize::from(parents.contains(id)),
             };
@@ -399,12 +408,12 @@ impl<'a> Simulator<'a> {
     }
 
     /// Checks that a chunk exceeds half of the token budget only if the step completes all other running prompts.
-    /// With prompt parts, the limit is higher.
+    /// With prompt segments, the limit is higher.
     fn check_chunks(&mut self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>) {
-        // A part is never split. A chunk can therefore be one part that is larger than half of the budget,
-        // and can then be extended by another part, even if less than a part of the budget is left.
-        let part = self.part_tokens();
-        let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
+        // A segment is never split. A chunk can therefore be one segment that is larger than half of the budget,
+        // and can then be extended by another segment, even if less than a segment of the budget is left.
+        let segment = self.segment_tokens();
+        let longest = self.scenario.config.token_budget.div_ceil(2).max(segment.unwrap_or(1)) + segment.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
             self.summary.long_chunks += 1;
             assert!(
@@ -415,13 +424,13 @@ impl<'a> Simulator<'a> {
     }
 
     /// Checks that a step stays within its token budget.
-    /// With prompt parts, the step may exceed the budget by less than one part.
+    /// With prompt segments, the step may exceed the budget by less than one segment.
     /// With ample blocks, also checks that only the budget and `max_sequences` limit the step.
     fn check_budget(&self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>, has_forked: bool) {
         let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
         let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
         assert!(
-            tokens < token_budget + self.part_tokens().unwrap_or(1),
+            tokens < token_budget + self.segment_tokens().unwrap_or(1),
             "{tokens} tokens exceed a budget of {token_budget}"
         );
         if self.has_ample_blocks && tokens < token_budget {
@@ -438,10 +447,10 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the number of tokens in the largest prompt part, or `None` if no prompt is divided into parts.
-    fn part_tokens(&self) -> Option<usize> {
-        let own = self.scenario.requests.iter().filter_map(|request| request.prompt_parts);
-        own.chain(self.scenario.config.prompt_parts).map(PromptParts::tokens).max()
+    /// Returns the number of tokens in the largest prompt segment, or `None` if no prompt is divided into segments.
+    fn segment_tokens(&self) -> Option<usize> {
+        let own = self.scenario.requests.iter().filter_map(|request| request.prompt_segments);
+        own.chain(self.scenario.config.prompt_segments).map(PromptSegments::tokens).max()
     }
 
     /// Returns the decoding sequences: running sequences that only have to compute their last sampled token.
@@ -470,7 +479,7 @@ impl<'a> Simulator<'a> {
     /// Checks the work of one sequence, and records that the sequence is running.
     fn check_work(&mut self, work: &SequenceWork) {
         let SequenceWork { id, ref range, is_last } = *work;
-        let prompt_parts = self.prompt_parts(id);
+        let prompt_segments = self.prompt_segments(id);
         let tracked = &mut self.tracked[id as usize];
         let len = tracked.digests.len();
         assert!(self.unfinished.contains(&id), "sequence {id} was not submitted, or has already ended");
@@ -489,8 +498,8 @@ impl<'a> Simulator<'a> {
         } else {
             assert!(range.start.is_multiple_of(BLOCK_TOKENS), "sequence {id} reuses only part of a block");
             assert!(
-                prompt_parts.is_none_or(|parts| parts.floor(range.start) == range.start),
-                "sequence {id} reuses an incomplete prompt part"
+                prompt_segments.is_none_or(|segments| segments.floor(range.start) == range.start),
+                "sequence {id} reuses an incomplete prompt segment"
             );
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
@@ -546,16 +555,16 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the prompt parts of a sequence, or the scheduler's prompt parts if the sequence has none.
-    fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
-        self.scenario.requests[id as usize].prompt_parts.or(self.scenario.config.prompt_parts)
+    /// Returns the prompt segments of a sequence, or the scheduler's prompt segments if the sequence has none.
+    fn prompt_segments(&self, id: SequenceId) -> Option<PromptSegments> {
+        self.scenario.requests[id as usize].prompt_segments.or(self.scenario.config.prompt_segments)
     }
 
     /// Returns the positions that are computed in the same pass as `position`, if a step computes `range`.
-    /// Without prompt parts, keys and values do not depend on the pass, so the returned range is empty.
+    /// Without prompt segments, keys and values do not depend on the pass, so the returned range is empty.
     fn pass(&self, id: SequenceId, range: &Range<usize>, position: usize) -> Range<usize> {
-        match self.prompt_parts(id) {
-            Some(parts) => parts.floor(position).max(range.start)..parts.next(position).min(range.end),
+        match self.prompt_segments(id) {
+            Some(segments) => segments.floor(position).max(range.start)..segments.next(position).min(range.end),
             None => 0..0,
         }
     }
