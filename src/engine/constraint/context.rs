@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::compiler::GrammarCompiler;
-use super::plan::{AnswerPart, PartId};
+use super::plan::{NodeId, PlanNode};
 use super::{Constraint, Grammar};
 use crate::language::Language;
 
@@ -35,16 +35,16 @@ impl ConstrainedRequest {
         self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
     }
 
-    /// Compiles a grammar. Returns the part of a plan in which the text must match the grammar.
+    /// Compiles a grammar. Returns the node of a plan in which the text must match the grammar.
     ///
     /// The `instead` tokens may come in place of the text, and the `after` tokens may come after the whole text.
     pub fn grammar(
         &self,
         grammar: &Grammar,
-        instead: Vec<(u32, PartId)>,
-        after: Vec<(u32, PartId)>,
-    ) -> Result<AnswerPart> {
+        instead: Vec<(u32, NodeId)>,
+        after: Vec<(u32, NodeId)>,
+    ) -> Result<PlanNode> {
         let grammar = Box::new(self.compiler.compile(grammar)?);
-        Ok(AnswerPart::Grammar { grammar, instead, after })
+        Ok(PlanNode::Grammar { grammar, instead, after })
     }
 }

@@ -10,27 +10,27 @@
 use anyhow::Result;
 
 use super::context::ConstrainedRequest;
-use super::plan::{AnswerPart, END, Free, PartId, all_to};
+use super::plan::{END, Free, NodeId, PlanNode, all_to};
 use crate::chat::{Harmony, harmony_recipient};
 use crate::tokenizer::ControlTokens;
 
 /// The header of the first message. The header omits `<|start|>assistant` if the prompt ends with this text.
-const FIRST: PartId = 1;
+const FIRST: NodeId = 1;
 /// The header of a later message.
-const NEXT: PartId = 2;
-const ANALYSIS: PartId = 3;
-const FINAL: PartId = 4;
+const NEXT: NodeId = 2;
+const ANALYSIS: NodeId = 3;
+const FINAL: NodeId = 4;
 /// A commentary message that is not a tool call, such as text before a tool call.
-const PREAMBLE: PartId = 5;
-/// The arguments of a call to the first tool. The parts for the other tools follow, in order.
-const TOOLS: PartId = 6;
+const PREAMBLE: NodeId = 5;
+/// The arguments of a call to the first tool. The nodes for the other tools follow, in order.
+const TOOLS: NodeId = 6;
 
-/// Returns the parts of an answer, and the id of the first part.
-pub fn parts(
+/// Returns the nodes of a plan, and the id of the first node.
+pub fn nodes(
     request: &ConstrainedRequest,
     harmony: Harmony,
     has_generation_prompt: bool,
-) -> Result<(Vec<AnswerPart>, PartId)> {
+) -> Result<(Vec<PlanNode>, NodeId)> {
     let constraint = &request.constraint;
     let is_required = constraint.is_required();
     let headers = Headers { request, harmony };
@@ -46,8 +46,8 @@ pub fn parts(
         later = first.clone();
     }
     let opening = [vec![harmony.start], headers.encode("assistant")?].concat();
-    let opened = |headers: &[(Vec<u32>, PartId)]| -> Vec<(Vec<u32>, PartId)> {
-        headers.iter().map(|(header, part)| ([&opening[..], header].concat(), *part)).collect()
+    let opened = |headers: &[(Vec<u32>, NodeId)]| -> Vec<(Vec<u32>, NodeId)> {
+        headers.iter().map(|(header, node)| ([&opening[..], header].concat(), *node)).collect()
     };
     // Within a message, the model must not start another message without `<|end|>`.
     // If `must_continue` is true, the model must also not end the answer, because a required part is still missing.
@@ -57,7 +57,7 @@ pub fn parts(
             premature.extend(request.language.stop_ids());
         }
         let exits = vec![(harmony.end, NEXT)];
-        AnswerPart::Free(Free { exits, premature, replacement: Some(harmony.end), ..Free::default() })
+        PlanNode::Free(Free { exits, premature, replacement: Some(harmony.end), ..Free::default() })
     };
     let answer = match &constraint.answer {
         Some(answer) if !constraint.requires_tool => {
@@ -66,18 +66,18 @@ pub fn parts(
         _ => text(is_required),
     };
     let first = if has_generation_prompt { first } else { opened(&first) };
-    let before_tools: [(PartId, AnswerPart); TOOLS] = [
-        (END, AnswerPart::End),
-        (FIRST, AnswerPart::Choice(first)),
-        (NEXT, AnswerPart::Choice(opened(&later))),
+    let before_tools: [(NodeId, PlanNode); TOOLS] = [
+        (END, PlanNode::End),
+        (FIRST, PlanNode::Choice(first)),
+        (NEXT, PlanNode::Choice(opened(&later))),
         (ANALYSIS, text(is_required)),
         (FINAL, answer),
         (PREAMBLE, text(is_required)),
     ];
-    debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "a part's id is not its index");
-    let mut parts: Vec<AnswerPart> = before_tools.into_iter().map(|(_, part)| part).collect();
+    debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "a node's id is not its index");
+    let mut nodes: Vec<PlanNode> = before_tools.into_iter().map(|(_, node)| node).collect();
     for tool in &constraint.tools {
-        parts.push(match &tool.arguments {
+        nodes.push(match &tool.arguments {
             Some(arguments) => {
                 let mut after = stop_with(harmony.call.unwrap_or(harmony.end_of_turn));
                 if constraint.can_call_in_parallel {
@@ -89,7 +89,7 @@ pub fn parts(
             None => text(false),
         });
     }
-    Ok((parts, FIRST))
+    Ok((nodes, FIRST))
 }
 
 /// Encodes the headers of messages as tokens, without `<|start|>assistant`.
@@ -103,14 +103,14 @@ impl Headers<'_> {
         self.request.language.tokenizer.encode(text, ControlTokens::Text)
     }
 
-    /// Returns the header of a message in `channel`, paired with `part`, which follows the header.
-    fn message(&self, channel: &str, part: PartId) -> Result<(Vec<u32>, PartId)> {
+    /// Returns the header of a message in `channel`, paired with `node`, which follows the header.
+    fn message(&self, channel: &str, node: NodeId) -> Result<(Vec<u32>, NodeId)> {
         let header = [&[self.harmony.channel], &self.encode(channel)?[..], &[self.harmony.message]].concat();
-        Ok((header, part))
+        Ok((header, node))
     }
 
-    /// Returns the headers of all allowed messages except reasoning, each with the part that follows the header.
-    fn later(&self) -> Result<Vec<(Vec<u32>, PartId)>> {
+    /// Returns the headers of all allowed messages except reasoning, each with the node that follows the header.
+    fn later(&self) -> Result<Vec<(Vec<u32>, NodeId)>> {
         let constraint = &self.request.constraint;
         let mut headers = Vec::new();
         if !constraint.requires_tool {
@@ -126,12 +126,12 @@ impl Headers<'_> {
             types.push([&self.encode(" ")?[..], &[constrain], &self.encode("json")?].concat());
         }
         let channels = [self.encode("commentary")?, self.encode("analysis")?];
-        for (tool, part) in constraint.tools.iter().zip(TOOLS..) {
+        for (tool, node) in constraint.tools.iter().zip(TOOLS..) {
             let recipient = self.encode(&format!(" to={}", harmony_recipient(&tool.name)))?;
             for (name, content_type) in channels.iter().flat_map(|name| types.iter().map(move |kind| (name, kind))) {
                 let after_channel = [&[channel], &name[..], &recipient, content_type, &[message]].concat();
                 let before_channel = [&recipient[..], &[channel], name, content_type, &[message]].concat();
-                headers.extend([(after_channel, part), (before_channel, part)]);
+                headers.extend([(after_channel, node), (before_channel, node)]);
             }
         }
         Ok(headers)

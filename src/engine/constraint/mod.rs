@@ -4,7 +4,7 @@
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance.
 //!   Each engine has one compiler, built on first use.
 //! - [`plan::Plan`] describes the whole answer: messages, reasoning, tool calls, and where a grammar applies.
-//!   `prepare` creates the plan. `harmony` and `tagged` create the parts of plans for chat formats.
+//!   `prepare` creates the plan. `harmony` and `tagged` create the nodes of plans for chat formats.
 //! - [`ConstraintState`] is the position of one sequence in its plan, and computes the tokens that may come next.
 //!
 //! No grammar applies to reasoning. Reasoning ends with a control token or with the text `</think>`.

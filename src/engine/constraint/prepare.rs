@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use super::compiler::invalid;
 use super::context::ConstrainedRequest;
 use super::cpu_time::{MaskBudget, ThreadClock, thread_time};
-use super::plan::{AnswerPart, END, PartId, Plan, all_to};
+use super::plan::{END, NodeId, Plan, PlanNode, all_to};
 use super::state::ConstraintState;
 use super::{harmony, tagged};
 use crate::chat::ChatFormat;
@@ -95,23 +95,23 @@ fn run_limited<T: Send + 'static>(
 /// Compiles the grammars of a request, and creates the plan of its answer for the chat format.
 fn plan(request: ConstrainedRequest) -> Result<Plan> {
     let stops = request.stops();
-    let (parts, start) = match (&request.chat, &request.language.chat) {
+    let (nodes, start) = match (&request.chat, &request.language.chat) {
         (Some(prompt), Some(ChatFormat::Harmony(tokens))) => {
-            harmony::parts(&request, *tokens, prompt.has_generation_prompt)?
+            harmony::nodes(&request, *tokens, prompt.has_generation_prompt)?
         }
-        (Some(prompt), _) => tagged::parts(&request, &prompt.text)?,
-        (None, _) => text_parts(&request, &stops)?,
+        (Some(prompt), _) => tagged::nodes(&request, &prompt.text)?,
+        (None, _) => text_nodes(&request, &stops)?,
     };
     let (vocab_size, end) = (request.compiler.vocab_size(), request.compiler.end());
-    Ok(Plan { language: request.language, parts, start, stops, vocab_size, end, masks: MaskBudget::default() })
+    Ok(Plan { language: request.language, nodes, start, stops, vocab_size, end, masks: MaskBudget::default() })
 }
 
-/// Returns the parts of a text completion, which has no chat format, and the id of the first part.
+/// Returns the nodes of the plan for a text completion, which has no chat format, and the id of the first node.
 /// Fails if the constraint requires a tool call, or if it has no grammar for the text.
-fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<AnswerPart>, PartId)> {
+fn text_nodes(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<PlanNode>, NodeId)> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {
-            Ok((vec![AnswerPart::End, request.grammar(answer, Vec::new(), all_to(stops, END))?], 1))
+            Ok((vec![PlanNode::End, request.grammar(answer, Vec::new(), all_to(stops, END))?], 1))
         }
         _ => Err(invalid("tools", "a text completion cannot call tools")),
     }

@@ -7,22 +7,22 @@ use llguidance::Matcher;
 
 use super::compiler::invalid;
 use super::cpu_time::thread_time;
-use super::plan::{AnswerPart, Free, PartId, Plan};
+use super::plan::{Free, NodeId, Plan, PlanNode};
 use crate::kernels::sampling::TokenMask;
 
 /// The position of one sequence in its plan. Clones are independent, but their matchers share lexer states.
 #[derive(Clone)]
 pub struct ConstraintState {
     plan: Arc<Plan>,
-    part: PartId,
-    progress: PartProgress,
+    node: NodeId,
+    progress: NodeProgress,
     /// See [`ConstraintState::must_end`].
     must_end: bool,
 }
 
-/// The position of a sequence in its current part.
+/// The progress of a sequence at its current node.
 #[derive(Clone)]
-enum PartProgress {
+enum NodeProgress {
     End,
     /// The indices of the token sequences that are still possible, and how many of their tokens have been generated.
     Choice {
@@ -47,29 +47,29 @@ impl ConstraintState {
     /// Returns the state at the start of a plan.
     pub fn new(plan: Arc<Plan>) -> Self {
         let start = plan.start;
-        let mut state = Self { plan, part: start, progress: PartProgress::End, must_end: false };
+        let mut state = Self { plan, node: start, progress: NodeProgress::End, must_end: false };
         state.enter(start);
         state
     }
 
-    fn enter(&mut self, part: PartId) {
-        self.part = part;
-        self.progress = match &self.plan.parts[part] {
-            AnswerPart::End => PartProgress::End,
-            AnswerPart::Choice(sequences) => {
-                PartProgress::Choice { possible: (0..sequences.len()).collect(), position: 0 }
+    fn enter(&mut self, node: NodeId) {
+        self.node = node;
+        self.progress = match &self.plan.nodes[node] {
+            PlanNode::End => NodeProgress::End,
+            PlanNode::Choice(sequences) => {
+                NodeProgress::Choice { possible: (0..sequences.len()).collect(), position: 0 }
             }
-            AnswerPart::Free(_) => PartProgress::Free { tail: Vec::new() },
-            AnswerPart::Grammar { grammar, .. } => {
+            PlanNode::Free(_) => NodeProgress::Free { tail: Vec::new() },
+            PlanNode::Grammar { grammar, .. } => {
                 let matcher = Box::new(grammar.matcher.clone());
-                PartProgress::Grammar { matcher, unread: Vec::new(), has_text: false }
+                NodeProgress::Grammar { matcher, unread: Vec::new(), has_text: false }
             }
         };
     }
 
     /// Returns whether [`allowed_tokens`](Self::allowed_tokens) limits the next token.
     pub fn is_constrained(&self) -> bool {
-        !matches!(self.progress, PartProgress::Free { .. })
+        !matches!(self.progress, NodeProgress::Free { .. })
     }
 
     /// Returns whether the last mask allowed only stop tokens, or only tokens after the complete text of a grammar.
@@ -84,12 +84,12 @@ impl ConstraintState {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);
         self.must_end = false;
-        match (&mut self.progress, &plan.parts[self.part]) {
-            (PartProgress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
+        match (&mut self.progress, &plan.nodes[self.node]) {
+            (NodeProgress::Choice { possible, position }, PlanNode::Choice(sequences)) => {
                 possible.iter().for_each(|&index| mask.allow(sequences[index].0[*position]));
                 self.must_end = possible.iter().all(|&index| plan.stops.contains(&sequences[index].0[*position]));
             }
-            (PartProgress::Grammar { matcher, unread, has_text }, AnswerPart::Grammar { grammar, instead, after }) => {
+            (NodeProgress::Grammar { matcher, unread, has_text }, PlanNode::Grammar { grammar, instead, after }) => {
                 let read = std::mem::take(unread);
                 let started = thread_time();
                 let text = read_mask(matcher, &read).map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
@@ -112,7 +112,7 @@ impl ConstraintState {
                     return Err(invalid(&grammar.name, "the grammar requires text that contains a stop token"));
                 }
             }
-            (PartProgress::Free { .. }, _) => return Ok(None),
+            (NodeProgress::Free { .. }, _) => return Ok(None),
             _ => {
                 plan.stops.iter().for_each(|&stop| mask.allow(stop));
                 self.must_end = true;
@@ -127,15 +127,15 @@ impl ConstraintState {
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
         let mut token = token;
-        let next = match (&mut self.progress, &plan.parts[self.part]) {
-            (PartProgress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
+        let next = match (&mut self.progress, &plan.nodes[self.node]) {
+            (NodeProgress::Choice { possible, position }, PlanNode::Choice(sequences)) => {
                 possible.retain(|&index| sequences[index].0[*position] == token);
                 *position += 1;
                 let Some(&first) = possible.first() else { bail!("internal error: token {token} was not allowed") };
-                let (sequence, part) = &sequences[first];
-                (sequence.len() == *position).then_some(*part)
+                let (sequence, node) = &sequences[first];
+                (sequence.len() == *position).then_some(*node)
             }
-            (PartProgress::Free { tail }, AnswerPart::Free(free)) => {
+            (NodeProgress::Free { tail }, PlanNode::Free(free)) => {
                 if free.premature.contains(&token) {
                     let Some(replacement) = free.replacement else {
                         bail!("cannot match the constraint: the model ended its answer or called a tool too early");
@@ -144,19 +144,19 @@ impl ConstraintState {
                 }
                 leave_free(free, tail, token, &plan)?
             }
-            (PartProgress::Grammar { unread, has_text, .. }, AnswerPart::Grammar { instead, after, .. }) => {
+            (NodeProgress::Grammar { unread, has_text, .. }, PlanNode::Grammar { instead, after, .. }) => {
                 let leaves = after.iter().chain(instead.iter().filter(|_| !*has_text));
-                let part = leaves.clone().find(|(exit, _)| *exit == token).map(|(_, part)| *part);
-                if part.is_none() {
+                let node = leaves.clone().find(|(exit, _)| *exit == token).map(|(_, node)| *node);
+                if node.is_none() {
                     unread.push(token);
                     *has_text = true;
                 }
-                part
+                node
             }
             _ => None,
         };
-        if let Some(part) = next {
-            self.enter(part);
+        if let Some(node) = next {
+            self.enter(node);
         }
         Ok(token)
     }
@@ -178,13 +178,13 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
     }
 }
 
-/// Returns the part that comes after free text, or `None` if `token` does not end the text.
+/// Returns the node that comes after free text, or `None` if `token` does not end the text.
 /// Fails if `token` completes the tag and also contains text other than whitespace after it.
-fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<PartId>> {
-    if let Some((_, part)) = free.exits.iter().find(|(exit, _)| *exit == token) {
-        return Ok(Some(*part));
+fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<NodeId>> {
+    if let Some((_, node)) = free.exits.iter().find(|(exit, _)| *exit == token) {
+        return Ok(Some(*node));
     }
-    let (Some((tag, part)), table) = (free.tag, plan.language.tokenizer.table()) else { return Ok(None) };
+    let (Some((tag, node)), table) = (free.tag, plan.language.tokenizer.table()) else { return Ok(None) };
     if table.is_control(token) {
         tail.clear();
         return Ok(None);
@@ -195,11 +195,11 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
         tail.drain(..excess);
         return Ok(None);
     };
-    // A grammar in the next part applies from the next token on, so it cannot check text after the tag in this token.
+    // A grammar in the next node applies from the next token on, so it cannot check text after the tag in this token.
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
         bail!("cannot match the constraint: the model generated text after {tag} in the same token");
     }
-    Ok(Some(part))
+    Ok(Some(node))
 }
 
 #[cfg(test)]
@@ -220,14 +220,10 @@ mod tests {
         let tokenizer = Tokenizer::from_dir(&demo).unwrap();
         let language = Arc::new(Language::new(tokenizer, None, serde_json::Value::Null, vec![STOP]));
         let sequences = vec![(vec![5, 6, 7], 3), (vec![5, 8], END)];
-        let parts = vec![
-            AnswerPart::End,
-            AnswerPart::Free(free),
-            AnswerPart::Choice(sequences),
-            AnswerPart::Free(Free::default()),
-        ];
+        let nodes =
+            vec![PlanNode::End, PlanNode::Free(free), PlanNode::Choice(sequences), PlanNode::Free(Free::default())];
         let masks = MaskBudget::default();
-        let plan = Plan { language, parts, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP, masks };
+        let plan = Plan { language, nodes, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP, masks };
         ConstraintState::new(Arc::new(plan))
     }
 
@@ -242,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_lead_to_their_parts() {
+    fn sequences_lead_to_their_nodes() {
         let mut state = state(Free { exits: vec![(9, 2)], ..Free::default() });
         assert!(!state.is_constrained() && state.allowed_tokens().unwrap().is_none());
         assert_eq!(state.advance(9).unwrap(), 9);

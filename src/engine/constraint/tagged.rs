@@ -11,18 +11,18 @@ use serde_json::json;
 
 use super::compiler::{check_optional, invalid, lark_string, with_options};
 use super::context::ConstrainedRequest;
-use super::plan::{AnswerPart, END, Free, PartId, all_to};
+use super::plan::{END, Free, NodeId, PlanNode, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
 use crate::chat::{END_THINK, END_TOOL_CALL, LLAMA_CALLS, MISTRAL_CALLS, THINK, TOOL_CALL};
 
 /// The start of the answer, if the prompt ends neither with `<think>` nor with `</think>`.
-const START: PartId = 1;
-const REASONING: PartId = 2;
+const START: NodeId = 1;
+const REASONING: NodeId = 2;
 /// The answer after its reasoning.
-const ANSWER: PartId = 3;
-const TOOL: PartId = 4;
+const ANSWER: NodeId = 3;
+const TOOL: NodeId = 4;
 /// What comes after a tool call.
-const AFTER_TOOL: PartId = 5;
+const AFTER_TOOL: NodeId = 5;
 
 /// The control tokens `<tool_call>` and `</tool_call>`.
 #[derive(Clone, Copy)]
@@ -31,19 +31,19 @@ struct ToolTags {
     close: u32,
 }
 
-/// Returns the parts of an answer, and the id of the first part. `prompt` is the rendered conversation.
-pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<AnswerPart>, PartId)> {
+/// Returns the nodes of a plan, and the id of the first node. `prompt` is the rendered conversation.
+pub fn nodes(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<PlanNode>, NodeId)> {
     let (constraint, stops) = (&request.constraint, request.stops());
     let control = |text: &str| control_token(request, text);
     let tags = tool_tags(request)?;
-    let to_tool: Vec<(u32, PartId)> = tags.iter().map(|tags| (tags.open, TOOL)).collect();
-    let to_reasoning: Vec<(u32, PartId)> = control(THINK).map(|think| (think, REASONING)).into_iter().collect();
+    let to_tool: Vec<(u32, NodeId)> = tags.iter().map(|tags| (tags.open, TOOL)).collect();
+    let to_reasoning: Vec<(u32, NodeId)> = control(THINK).map(|think| (think, REASONING)).into_iter().collect();
 
-    let answer = |instead: Vec<(u32, PartId)>| -> Result<AnswerPart> {
+    let answer = |instead: Vec<(u32, NodeId)>| -> Result<PlanNode> {
         match &constraint.answer {
             _ if constraint.requires_tool => Ok(choice(&instead)),
             Some(answer) => request.grammar(answer, instead, all_to(&stops, END)),
-            None => Ok(AnswerPart::Free(Free { exits: to_tool.clone(), ..Free::default() })),
+            None => Ok(PlanNode::Free(Free { exits: to_tool.clone(), ..Free::default() })),
         }
     };
     let start = answer([&to_tool[..], &to_reasoning].concat())?;
@@ -55,7 +55,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<AnswerPa
         reasoning.premature.extend(control(TOOL_CALL).filter(|_| tags.is_none()));
         reasoning.replacement = end_think;
     }
-    let mut parts = vec![AnswerPart::End, start, AnswerPart::Free(reasoning), answer(to_tool.clone())?];
+    let mut nodes = vec![PlanNode::End, start, PlanNode::Free(reasoning), answer(to_tool.clone())?];
     if let Some(tags) = tags {
         // Compile the grammar of each tool on its own first, so that an error names the tool.
         // All tools together are one grammar, so the limit of optional properties also holds for all of them.
@@ -64,14 +64,14 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<AnswerPa
         }
         check_optional("tools", constraint.tools.iter().filter_map(ToolGrammar::schema))?;
         let after = if constraint.can_call_in_parallel { to_tool.clone() } else { Vec::new() };
-        parts.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), vec![(tags.close, AFTER_TOOL)])?);
-        parts.push(if constraint.is_required() {
+        nodes.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), vec![(tags.close, AFTER_TOOL)])?);
+        nodes.push(if constraint.is_required() {
             choice(&[after, all_to(&stops, END)].concat())
         } else {
-            AnswerPart::Free(Free { exits: to_tool, ..Free::default() })
+            PlanNode::Free(Free { exits: to_tool, ..Free::default() })
         });
     }
-    Ok((parts, first_part(prompt)))
+    Ok((nodes, first_node(prompt)))
 }
 
 /// Returns the id of the control token `text`, or `None` if the tokenizer has no such control token.
@@ -104,8 +104,8 @@ fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
     }
 }
 
-/// Returns the id of the part with which the answer to `prompt` begins.
-fn first_part(prompt: &str) -> PartId {
+/// Returns the id of the node with which the answer to `prompt` begins.
+fn first_node(prompt: &str) -> NodeId {
     let prompt = prompt.trim_end();
     if prompt.ends_with(THINK) {
         REASONING
@@ -116,9 +116,9 @@ fn first_part(prompt: &str) -> PartId {
     }
 }
 
-/// Returns a part that consists of exactly one of `tokens`. Each token comes with the part that follows it.
-fn choice(tokens: &[(u32, PartId)]) -> AnswerPart {
-    AnswerPart::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
+/// Returns a node that consists of exactly one of `tokens`. Each token comes with the node that follows it.
+fn choice(tokens: &[(u32, NodeId)]) -> PlanNode {
+    PlanNode::Choice(tokens.iter().map(|&(token, node)| (vec![token], node)).collect())
 }
 
 /// Returns a grammar that matches a call of one of `tools`, without the tags around it.
