@@ -26,17 +26,17 @@ pub struct Limits {
     pub first_wait: Duration,
     /// The longest wait that a server may ask for with Retry-After. If a server asks for more, inferno does not retry.
     pub max_wait: Duration,
-    /// The maximum number of consecutive retries for a part of a file.
-    /// The count starts again at 0 whenever `min_progress` more bytes of the part have arrived.
+    /// The maximum number of consecutive retries for a range of a file.
+    /// The count starts again at 0 whenever `min_progress` more bytes of the range have arrived.
     pub max_failures: u32,
     /// The maximum number of retries of a metadata request, such as a request for the list of files.
     pub max_metadata_failures: u32,
     /// The maximum number of parallel requests of a download.
     /// 0 counts as 1, and values above `MAX_CONNECTIONS` count as `MAX_CONNECTIONS`.
     pub connections: usize,
-    /// The maximum size of a part of a file, in bytes. Each part has its own request.
-    /// If a server ignores ranges, the whole file is one part, whatever its size.
-    pub part_bytes: u64,
+    /// The maximum size of a range of a file, in bytes. Each range has its own request.
+    /// If a server ignores ranges, the whole file is one range, whatever its size.
+    pub range_bytes: u64,
     /// The minimum time between two saves of the record of which bytes of a file have arrived.
     /// If the process is killed, the bytes that arrived after the last save must be fetched again.
     pub save_interval: Duration,
@@ -64,7 +64,7 @@ impl Default for Limits {
             max_failures: 7,
             max_metadata_failures: 3,
             connections: 8,
-            part_bytes: 128 << 20,
+            range_bytes: 128 << 20,
             save_interval: Duration::from_secs(1),
         }
     }

@@ -1,4 +1,4 @@
-//! Fetches files from the hub into the cache, in parallel and in parts.
+//! Fetches files from the hub into the cache, several ranges at a time.
 //!
 //! An unfinished file is stored as a [`Partial`](super::partial::Partial), so that an interrupted download can resume.
 //! A complete file gets its blob name only after its hash, if known, has been verified.
@@ -82,7 +82,7 @@ impl Download<'_> {
     fn run_thread(&self) {
         while let Some(task) = self.next_task() {
             let result = match task {
-                Task::FetchPart { job, part, generation } => self.fetch_part(job, part, generation),
+                Task::FetchRange { job, range, generation } => self.fetch_range(job, range, generation),
                 Task::Verify { job } => self.verify(job),
             };
             if let Err(error) = result {
@@ -92,15 +92,15 @@ impl Download<'_> {
         }
     }
 
-    /// Fetches one part of a file, with retries. Returns without an error if the part is no longer needed.
-    fn fetch_part(&self, job: usize, part: Range<u64>, generation: u32) -> Result<()> {
-        let mut transfer = Transfer { download: self, job, part: part.clone(), position: part.start, generation };
+    /// Fetches one range of a file, with retries. Returns without an error if the range is no longer needed.
+    fn fetch_range(&self, job: usize, range: Range<u64>, generation: u32) -> Result<()> {
+        let mut transfer = Transfer { download: self, job, range: range.clone(), position: range.start, generation };
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
         let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
-        // The position at the last reset of `retry`, at first the start of the part. Only bytes after it are progress:
+        // The position at the last reset of `retry`, at first the start of the range. Only bytes after it are progress:
         // a server that ignores ranges sends the bytes before it again in each attempt.
-        let mut furthest = part.start;
+        let mut furthest = range.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
                 Ok(()) | Err(Stop::Obsolete) => break Ok(()),

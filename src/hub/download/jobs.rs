@@ -1,4 +1,4 @@
-//! The state that the threads of a download share: one [`Job`] per blob, with the parts of the blob to fetch.
+//! The state that the threads of a download share: one [`Job`] per blob, with the ranges of the blob to fetch.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fs;
@@ -81,15 +81,15 @@ pub(in crate::hub) struct Job<'a> {
     pub names: Vec<&'a str>,
     pub partial: Partial,
     pub phase: Phase,
-    /// The parts of the blob that no thread has started to fetch.
-    pub parts: VecDeque<Range<u64>>,
+    /// The ranges of the blob that no thread has started to fetch.
+    pub ranges: VecDeque<Range<u64>>,
     /// The number of tasks of this job that threads are running.
     pub in_flight: usize,
     /// The number of times that all fetched bytes of the blob were discarded. Transfers of earlier generations stop.
     pub generation: u32,
-    /// Whether inferno no longer splits the blob into parts, because the server ignored ranges.
+    /// Whether inferno no longer splits the blob into ranges, because the server ignored range requests.
     pub is_whole_only: bool,
-    /// The number of times that a server has sent the whole blob instead of a part.
+    /// The number of times that a server has sent the whole blob instead of a range.
     pub whole_responses: u32,
     /// Whether the blob has had a wrong hash or a changed etag. If this happens again, the download fails.
     pub was_bad: bool,
@@ -106,7 +106,7 @@ pub(in crate::hub) enum Phase {
 
 /// The next piece of work for a thread. `job` is an index into [`DownloadState::jobs`].
 pub(in crate::hub) enum Task {
-    FetchPart { job: usize, part: Range<u64>, generation: u32 },
+    FetchRange { job: usize, range: Range<u64>, generation: u32 },
     Verify { job: usize },
 }
 
@@ -119,7 +119,7 @@ impl<'a> Job<'a> {
             names: vec![&file.name],
             partial: Partial::find(&blob, file.bytes),
             phase: if is_complete(&blob, file.bytes) { Phase::Verifying } else { Phase::New },
-            parts: VecDeque::new(),
+            ranges: VecDeque::new(),
             in_flight: 0,
             generation: 0,
             is_whole_only: false,
@@ -139,16 +139,16 @@ impl<'a> Job<'a> {
         self.names.iter().for_each(|name| progress.file(name, done_bytes));
     }
 
-    /// Divides the missing bytes of the blob into parts of at most `part_bytes` bytes.
-    /// If `is_whole_only` is set, each gap in the bytes on disk becomes one part of any size.
-    fn split_into_parts(&mut self, part_bytes: u64) {
-        self.parts.clear();
+    /// Divides the missing bytes of the blob into ranges of at most `range_bytes` bytes.
+    /// If `is_whole_only` is set, each gap in the bytes on disk becomes one range of any size.
+    fn split_into_ranges(&mut self, range_bytes: u64) {
+        self.ranges.clear();
         for gap in self.partial.gaps() {
             let mut start = gap.start;
             while start < gap.end {
                 let end =
-                    if self.is_whole_only { gap.end } else { start.saturating_add(part_bytes.max(1)).min(gap.end) };
-                self.parts.push_back(start..end);
+                    if self.is_whole_only { gap.end } else { start.saturating_add(range_bytes.max(1)).min(gap.end) };
+                self.ranges.push_back(start..end);
                 start = end;
             }
         }
@@ -158,7 +158,7 @@ impl<'a> Job<'a> {
     pub fn restart(&mut self) -> Result<()> {
         self.generation += 1;
         self.partial.clear();
-        self.parts.clear();
+        self.ranges.clear();
         self.partial.delete()
     }
 }
@@ -212,12 +212,12 @@ impl<'a> Download<'a> {
                 }
                 Phase::Fetching => {}
             }
-            if job.parts.is_empty() && job.in_flight == 0 {
-                job.split_into_parts(self.remote.limits().part_bytes);
+            if job.ranges.is_empty() && job.in_flight == 0 {
+                job.split_into_ranges(self.remote.limits().range_bytes);
             }
-            if let Some(part) = job.parts.pop_front() {
+            if let Some(range) = job.ranges.pop_front() {
                 job.in_flight += 1;
-                return Search::Found(Task::FetchPart { job: index, part, generation: job.generation });
+                return Search::Found(Task::FetchRange { job: index, range, generation: job.generation });
             }
             if job.in_flight == 0 {
                 job.phase = Phase::Verifying;

@@ -1,7 +1,7 @@
-//! [`Transfer`]: requests one part of a file, checks the response, and writes its body to disk.
+//! [`Transfer`]: requests one range of a file, checks the response, and writes its body to disk.
 //!
-//! A transfer rejects a response with the wrong range or file size, and never writes outside its part.
-//! If the server keeps ignoring ranges, the part becomes the whole file.
+//! A transfer rejects a response with the wrong range or file size, and never writes outside its range.
+//! If the server keeps ignoring ranges, the range becomes the whole file.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;
@@ -24,29 +24,29 @@ const MAX_WHOLE_RESPONSES: u32 = 3;
 /// A transfer fails, and is retried, if it receives fewer than this number of bytes in twice the stall timeout.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
-/// The reason why a transfer ended before its part of the file was complete.
+/// The reason why a transfer ended before its range of the file was complete.
 pub(in crate::hub) enum Stop {
     /// The transfer failed, but another attempt may succeed. Holds the cause and the wait from Retry-After, if any.
     Temporary(String, Option<Duration>),
     /// The transfer failed, and another attempt would fail too.
     Permanent(anyhow::Error),
-    /// The part is no longer needed, because the file is fetched again from the start or the download has failed.
+    /// The range is no longer needed, because the file is fetched again from the start or the download has failed.
     Obsolete,
 }
 
-/// The transfer of one part of a file, on one thread.
+/// The transfer of one range of a file, on one thread.
 pub(in crate::hub) struct Transfer<'a, 'b> {
     pub download: &'b Download<'a>,
     /// The index of the job in [`DownloadState::jobs`](super::jobs::DownloadState).
     pub job: usize,
-    pub part: Range<u64>,
+    pub range: Range<u64>,
     /// The file offset of the next byte to write.
     pub position: u64,
     pub generation: u32,
 }
 
 impl Transfer<'_, '_> {
-    /// Sends one request for the missing bytes of the part, and writes the response to disk.
+    /// Sends one request for the missing bytes of the range, and writes the response to disk.
     pub fn run(&mut self) -> Result<(), Stop> {
         let Download { remote, commit, .. } = self.download;
         let (name, bytes) = {
@@ -57,7 +57,7 @@ impl Transfer<'_, '_> {
             }
             (job.names[0], job.bytes)
         };
-        let range = (self.position > 0 || self.part.end < bytes).then_some(self.position..self.part.end);
+        let range = (self.position > 0 || self.range.end < bytes).then_some(self.position..self.range.end);
         let answer = remote.get(commit, name, range.clone()).map_err(|error| match error.downcast_ref() {
             Some(Error::Network { cause, is_temporary: true, .. }) => temporary(cause),
             _ => Stop::Permanent(error),
@@ -66,7 +66,7 @@ impl Transfer<'_, '_> {
         match response.status() {
             StatusCode::PARTIAL_CONTENT => {
                 let sent = content_range(response.headers());
-                if range.is_none() || !sent.is_some_and(|sent| sent.is_range(self.position, self.part.end, bytes)) {
+                if range.is_none() || !sent.is_some_and(|sent| sent.is_range(self.position, self.range.end, bytes)) {
                     return Err(temporary("the server sent a range other than the requested one"));
                 }
             }
@@ -118,9 +118,9 @@ impl Transfer<'_, '_> {
         }
         job.generation += 1;
         job.is_whole_only = true;
-        job.parts.clear();
+        job.ranges.clear();
         job.partial.clear();
-        (self.generation, self.part, self.position) = (job.generation, 0..job.bytes, 0);
+        (self.generation, self.range, self.position) = (job.generation, 0..job.bytes, 0);
         job.report(self.download.progress);
         Ok(())
     }
@@ -152,7 +152,7 @@ impl Transfer<'_, '_> {
         Err(Stop::Obsolete)
     }
 
-    /// Writes a response body to the file, from `position` to the end of the part.
+    /// Writes a response body to the file, from `position` to the end of the range.
     /// Fails if the body ends early or arrives too slowly. Never writes more bytes than the request asked for.
     fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
@@ -165,7 +165,7 @@ impl Transfer<'_, '_> {
         let mut buffer = vec![0; 256 << 10];
         let window = self.download.remote.limits().stall_timeout.saturating_mul(2);
         let (mut window_start, mut start_position) = (Instant::now(), self.position);
-        while self.position < self.part.end {
+        while self.position < self.range.end {
             if window_start.elapsed() >= window {
                 let gained = self.position - start_position;
                 if gained < MIN_PROGRESS_BYTES {
@@ -183,7 +183,7 @@ impl Transfer<'_, '_> {
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return Err(temporary(library_error(&error))),
             };
-            let left = self.part.end - self.position;
+            let left = self.range.end - self.position;
             if count as u64 > left {
                 return Err(temporary(format!("the server sent more of {} than was requested", quote(name))));
             }
@@ -199,7 +199,7 @@ impl Transfer<'_, '_> {
     }
 
     /// Records that `count` bytes were written. Saves the record to disk if the last save was `save_interval` ago.
-    /// Fails if the part is no longer needed, or if the record cannot be saved.
+    /// Fails if the range is no longer needed, or if the record cannot be saved.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
         let record = {
             let mut state = self.download.state();

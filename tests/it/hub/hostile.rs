@@ -13,8 +13,8 @@ use crate::support::fake_hub::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
 const WEIGHTS: &str = "model.safetensors";
 
 /// Returns a hub client that uses three connections and requests files in parts of at most 10,000 bytes.
-fn in_parts(machine: &Machine) -> Hub {
-    let limits = Limits { part_bytes: 10_000, connections: 3, ..fast_limits() };
+fn in_ranges(machine: &Machine) -> Hub {
+    let limits = Limits { range_bytes: 10_000, connections: 3, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
@@ -60,7 +60,7 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
 fn truncated_body_is_resumed() {
     for cut in [0, 1, 9_999, 10_000, 10_001, 33_333, 49_999] {
         survives(in_one, &[Fault::Cut(cut)]);
-        survives(in_parts, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
+        survives(in_ranges, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
     }
     // In a file of 50,000 bytes, the count of failures restarts after every 4 KiB of progress.
     // A download therefore survives many broken connections.
@@ -93,8 +93,8 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
 fn stalled_transfer_is_retried_after_the_timeout() {
     // Long enough for the fake hub to respond, even on a busy machine.
     let stall_timeout = Duration::from_millis(200);
-    let check = |connections, part_bytes, faults: &[Fault]| {
-        let limits = Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
+    let check = |connections, range_bytes, faults: &[Fault]| {
+        let limits = Limits { connections, range_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
         let events = survives(|machine| Hub::new(HubConfig { limits: limits.clone(), ..machine.config() }), faults);
         // Without the stall timeout, the stalls would end without a timeout, when the fake hub hangs up.
         let timeouts = events.iter().filter(|line| line.contains("timeout")).count();
@@ -107,18 +107,18 @@ fn stalled_transfer_is_retried_after_the_timeout() {
 #[test]
 fn wrong_part_is_requested_again() {
     for fault in [Fault::OtherPart, Fault::WrongRange, Fault::BodyTwice, Fault::Portal] {
-        survives(in_parts, &[Fault::None, fault]);
+        survives(in_ranges, &[Fault::None, fault]);
         survives(in_one, &[Fault::Cut(20_000), fault]);
     }
     let refused = Fault::Status("416 Range Not Satisfiable");
-    survives(in_parts, &[refused, Fault::None, refused]);
+    survives(in_ranges, &[refused, Fault::None, refused]);
     for (fault, expected) in [
         (Fault::WrongRange, "a range other than the requested one"),
         (Fault::Portal, "login page"),
         (refused, "outside the file"),
         (Fault::Status("500 No"), "HTTP 500"),
     ] {
-        let (message, code) = fails(in_parts, fault);
+        let (message, code) = fails(in_ranges, fault);
         assert_eq!(code, 5, "{message}");
         assert!(message.contains(expected), "{message}");
     }
@@ -127,7 +127,7 @@ fn wrong_part_is_requested_again() {
 #[test]
 fn server_without_ranges_sends_whole_files() {
     // A server may ignore one range request or all range requests.
-    survives(in_parts, &[Fault::None, Fault::WholeFile]);
+    survives(in_ranges, &[Fault::None, Fault::WholeFile]);
     survives(in_one, &[Fault::Cut(20_000), Fault::WholeFile]);
     let fake = FakeHub::single();
     fake.change(|state| {
@@ -135,7 +135,7 @@ fn server_without_ranges_sends_whole_files() {
         state.faults.extend([Fault::None, Fault::Cut(30_000)]);
     });
     let machine = Machine::new(fake.endpoint());
-    let snapshot = in_parts(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
+    let snapshot = in_ranges(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3));
 }
 
@@ -208,11 +208,11 @@ fn login_page_does_not_discard_fetched_bytes() {
 
 #[test]
 fn file_with_a_flipped_bit_is_fetched_again() {
-    for (hub, at) in [(in_one as fn(&Machine) -> Hub, 0), (in_one, 49_999), (in_parts, 1_234)] {
+    for (hub, at) in [(in_one as fn(&Machine) -> Hub, 0), (in_one, 49_999), (in_ranges, 1_234)] {
         let events = survives(hub, &[Fault::Flip(at)]);
         assert!(events.iter().any(|line| line.contains("the contents do not match")), "{events:?}");
     }
-    let (message, code) = fails(in_parts, Fault::Flip(7));
+    let (message, code) = fails(in_ranges, Fault::Flip(7));
     assert_eq!(code, 6, "{message}");
     assert!(message.contains(WEIGHTS) && message.contains("twice"), "{message}");
     // Small files are verified with git's blob hash.
@@ -229,7 +229,7 @@ fn file_of_the_wrong_length_is_an_error() {
         let fake = FakeHub::single();
         fake.change(|state| state.claimed_bytes = Some(bytes));
         let machine = Machine::new(fake.endpoint());
-        for hub in [in_one(&machine), in_parts(&machine)] {
+        for hub in [in_one(&machine), in_ranges(&machine)] {
             let (message, code) = message_and_code(hub.download(REPO, None, &FileFilter::default(), &()));
             assert_eq!(code, 5, "{message}");
             assert!(machine.hub().find(REPO, None).is_err());
@@ -385,7 +385,7 @@ fn many_parts_over_many_connections_make_one_file() {
         }));
     });
     let machine = Machine::new(fake.endpoint());
-    let limits = Limits { part_bytes: 7_001, max_failures: 60, ..fast_limits() };
+    let limits = Limits { range_bytes: 7_001, max_failures: 60, ..fast_limits() };
     let hub = Hub::new(HubConfig { limits, ..machine.config() });
     let snapshot = hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(snapshot.source, SnapshotSource::Inferno);

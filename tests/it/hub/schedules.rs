@@ -65,7 +65,7 @@ impl Schedule {
         let machine = Machine::new(fake.endpoint());
         let limits = Limits {
             connections: 1 + random.below(4),
-            part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
+            range_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
             // Long enough for the fake hub to respond, even on a busy machine.
             stall_timeout: Duration::from_millis(400),
             max_failures: 1 + random.below(4) as u32,
