@@ -8,7 +8,7 @@ use hyper::service::Service;
 use hyper_util::service::TowerToHyperService;
 use inferno::engine::scripted::{Script, ScriptedEngine};
 use inferno::language::Language;
-use inferno::server::{self, RecordOptions, Server, ServerOptions, Timeouts};
+use inferno::server::{self, RecordOptions, ServerOptions, ServerState, Timeouts};
 use serde_json::Value;
 use tokio::runtime::{Builder, Runtime};
 
@@ -40,7 +40,7 @@ pub struct Harness {
     runtime: Runtime,
     router: TowerToHyperService<axum::Router>,
     engine: ScriptedEngine,
-    _server: std::sync::Arc<Server>,
+    _server: std::sync::Arc<ServerState>,
 }
 
 pub struct Response {
@@ -70,7 +70,7 @@ impl Harness {
         let language = Language::load(folder.path()).unwrap();
         let vocab_size = language.tokenizer.vocab_size();
         let engine = ScriptedEngine::start(language, vocab_size).unwrap();
-        let server = Server::new(ServerOptions {
+        let server = ServerState::new(ServerOptions {
             model: MODEL.to_string(),
             api_keys: Vec::new(),
             cors_origins: Vec::new(),

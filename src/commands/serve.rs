@@ -16,7 +16,7 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::hub::{self, Hub, Snapshot, demo};
 use crate::runner::MAX_SEQUENCES;
-use crate::server::{self, ReceiptKey, RecordOptions, Server, ServerOptions, Timeouts};
+use crate::server::{self, ReceiptKey, RecordOptions, ServerOptions, ServerState, Timeouts};
 use crate::terminal;
 use crate::text::printable;
 
@@ -150,7 +150,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         options.api_keys.push(key);
     }
     let has_key = !options.api_keys.is_empty();
-    let server = Server::new(options)?;
+    let server = ServerState::new(options)?;
     let serving = start(&runtime, &server, listener);
 
     // From here on, the server answers health checks while the model loads.
@@ -223,7 +223,7 @@ fn read_api_keys(args: &Args) -> Result<Vec<String>> {
 }
 
 /// Loads the model and passes it to the server. With --receipt-key, hashes the files of the model at the same time.
-fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine> {
+fn load(args: &mut Args, snapshot: &Snapshot, server: &ServerState) -> Result<Engine> {
     args.load.set_deterministic(args.deterministic);
     args.load.plan_for_many(Some(args.max_sequences.into()));
     args.load.warm_up();
@@ -240,7 +240,7 @@ fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine>
 
 /// Serves connections in the background until a signal arrives and all requests have ended or been canceled,
 /// or until the engine fails. If the signal arrives while the model is loading, exits the process.
-fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<Result<()>> {
+fn start(runtime: &Runtime, server: &Arc<ServerState>, listener: TcpListener) -> tokio::task::JoinHandle<Result<()>> {
     let server = server.clone();
     runtime.spawn(async move {
         let shutdown = async {

@@ -42,4 +42,4 @@ pub use ids::api_key as new_api_key;
 pub use options::{ServerOptions, Timeouts};
 pub use records::{PublicKey, Receipt, ReceiptKey, RecordOptions};
 pub use router::router;
-pub use state::Server;
+pub use state::ServerState;

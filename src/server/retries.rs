@@ -22,7 +22,7 @@ use super::http::body;
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
 use super::orphans::{RetryKey, Waiter};
-use super::state::Server;
+use super::state::ServerState;
 use super::tenant::Tenant;
 
 /// The request header in which OpenAI's clients count retries. The count is 0 in the first request.
@@ -40,7 +40,7 @@ const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
 
 /// Runs a request. If the request is a retry and the server still has the answer to an earlier attempt,
 /// waits for that answer instead.
-pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
+pub async fn join(State(server): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let (count, idempotency_key) = (headers.get(RETRY_COUNT), headers.get(IDEMPOTENCY_KEY));
     if idempotency_key.is_none() && count.is_none_or(|count| count == "0") {

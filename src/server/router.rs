@@ -17,7 +17,7 @@ use super::http::error::{ApiError, RETRY_SOON};
 use super::http::log::RequestLog;
 use super::openai::{chat, completions, models, responses};
 use super::routes::{admission_preview, health, receipts, records, tokenize};
-use super::state::Server;
+use super::state::ServerState;
 use super::{anthropic, dialect, ids, ollama, page, retries};
 
 /// The header with the request id, which logs and records contain. The client may choose the id.
@@ -31,17 +31,17 @@ const MAX_ID_LENGTH: usize = 128;
 const SPARE_PATHS: [&str; 3] = ["/health", "/live", "/metrics"];
 
 /// Creates the routes of a server.
-pub fn router(server: &Arc<Server>) -> Router {
+pub fn router(server: &Arc<ServerState>) -> Router {
     log_requests(server, routes(server))
 }
 
 /// Creates the routes for connections above the limit. Requests are rejected unless their path is in `SPARE_PATHS`.
 /// Each connection closes after its first request.
-pub fn spare_router(server: &Arc<Server>) -> Router {
+pub fn spare_router(server: &Arc<ServerState>) -> Router {
     log_requests(server, routes(server).layer(middleware::from_fn_with_state(server.clone(), reject)))
 }
 
-async fn reject(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
+async fn reject(State(server): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
     let mut response = if SPARE_PATHS.contains(&request.uri().path()) {
         next.run(request).await
     } else {
@@ -52,11 +52,11 @@ async fn reject(State(server): State<Arc<Server>>, request: Request, next: Next)
     response
 }
 
-fn log_requests(server: &Arc<Server>, routes: Router<Arc<Server>>) -> Router {
+fn log_requests(server: &Arc<ServerState>, routes: Router<Arc<ServerState>>) -> Router {
     routes.layer(middleware::from_fn_with_state(server.clone(), log_request)).with_state(server.clone())
 }
 
-fn routes(server: &Arc<Server>) -> Router<Arc<Server>> {
+fn routes(server: &Arc<ServerState>) -> Router<Arc<ServerState>> {
     let options = &server.options;
     let access = Arc::new(Access::new(options));
     let generating = Router::new()
@@ -135,7 +135,7 @@ async fn check_access(State(access): State<Arc<Access>>, mut request: Request, n
 }
 
 /// Gives each request an id and a log entry. Converts error responses to the format of the route's API.
-async fn log_request(State(server): State<Arc<Server>>, mut request: Request, next: Next) -> Response {
+async fn log_request(State(server): State<Arc<ServerState>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let traceparent = request.headers().get("traceparent").and_then(|value| value.to_str().ok()).map(str::to_string);
     let (method, path) = (request.method().clone(), request.uri().path().to_string());

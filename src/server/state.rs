@@ -24,7 +24,7 @@ const ENGINE_POLL: Duration = Duration::from_millis(50);
 
 /// The state of a server: its options, engine, admission limit, metrics and records, the answers that it keeps for
 /// retries, and its lifecycle phase.
-pub struct Server {
+pub struct ServerState {
     pub options: ServerOptions,
     pub admission: Arc<Admission>,
     pub metrics: Arc<Metrics>,
@@ -51,7 +51,7 @@ enum Phase {
     Ending,
 }
 
-impl Server {
+impl ServerState {
     /// Creates a server whose model is not loaded yet.
     pub fn new(options: ServerOptions) -> Result<Arc<Self>> {
         let limit = options.max_sequences.saturating_add(options.max_waiting);

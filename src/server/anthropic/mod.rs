@@ -28,7 +28,7 @@ use super::http::body::{json_response, read_json};
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
 use super::ids;
-use super::state::Server;
+use super::state::ServerState;
 use crate::engine;
 use content::Content;
 use events::{Event, MessageEventSink};
@@ -39,7 +39,7 @@ pub use error::MessagesError;
 
 /// Handles `POST /v1/messages`: generates the next message in a conversation.
 pub async fn create(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
@@ -92,7 +92,7 @@ struct TokenCount {
 }
 
 /// Handles `POST /v1/messages/count_tokens`: counts the tokens of a prompt.
-pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+pub async fn count_tokens(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;

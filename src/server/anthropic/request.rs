@@ -10,7 +10,7 @@ use crate::server::generation::generate_options::{self, MAX_STOP_BYTES, MAX_STOP
 use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The largest thinking budget that counts as low reasoning effort, in tokens.
 /// Anthropic's API does not define which budget equals which effort, so inferno chose this limit and [`MEDIUM_BUDGET`].
@@ -54,7 +54,7 @@ pub fn read_max_tokens(fields: &mut Fields) -> Result<usize, ApiError> {
 
 impl MessagesRequest {
     /// Reads a request. Fails if a required field is missing, or if a field has an invalid or unsupported value.
-    pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+    pub fn read(mut fields: Fields, server: &ServerState, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         for (name, neutral, hint) in REFUSED {
             let neutral: Vec<Value> = serde_json::from_str(neutral).into_iter().collect();

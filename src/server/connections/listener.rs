@@ -21,7 +21,7 @@ use super::parse_error::ParseErrorStream;
 use super::write_limit::WriteLimit;
 use crate::error::Error;
 use crate::server::router::{router, spare_router};
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The listen backlog: how many connections may wait to be accepted. The operating system may lower this number.
 const BACKLOG: u32 = 4096;
@@ -67,7 +67,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 ///
 /// During the drain delay, the server reports itself as unhealthy, but still accepts requests.
 /// Then, the server rejects new requests for answers. Requests in progress may continue until the drain timeout.
-pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
+pub async fn serve(server: Arc<ServerState>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
     let (mut shutdown, mut failed) = (pin!(shutdown), pin!(server.wait_for_failure()));
@@ -110,7 +110,7 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
 }
 
 /// Accepts connections until its task is aborted.
-async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<GracefulShutdown>) {
+async fn accept(server: Arc<ServerState>, listener: TcpListener, connections: Arc<GracefulShutdown>) {
     let (router, spare_router) = (router(&server), spare_router(&server));
     let metrics = &server.metrics;
     loop {
@@ -133,7 +133,7 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
 }
 
 /// Performs the TLS handshake if the server has a certificate, and serves the requests of the connection.
-async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, open: OpenConnection) {
+async fn connect(stream: TcpStream, router: Router, server: Arc<ServerState>, watcher: Watcher, open: OpenConnection) {
     let timeouts = &server.options.timeouts;
     let header_time = if open.is_spare { timeouts.header.min(SPARE_HEADER_TIMEOUT) } else { timeouts.header };
     // Disable Nagle's algorithm, which would delay small packets such as the events of a stream.
@@ -150,7 +150,7 @@ async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher
 }
 
 /// Serves the requests of one connection.
-async fn serve_requests<S>(stream: S, router: Router, server: &Server, header_time: Duration, watcher: Watcher)
+async fn serve_requests<S>(stream: S, router: Router, server: &ServerState, header_time: Duration, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {

@@ -8,11 +8,11 @@ use super::choice::Finish;
 use super::usage::Usage;
 use crate::engine::{GenerationRecord, ModelInfo, RecordedRequest, Summary};
 use crate::server::http::log::{AnswerLog, RequestLog};
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// Where to count the answers to one HTTP request.
 pub struct Accounting {
-    pub server: Arc<Server>,
+    pub server: Arc<ServerState>,
     pub log: Arc<RequestLog>,
     /// The number of answers to each prompt.
     pub per_prompt: usize,

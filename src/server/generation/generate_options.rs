@@ -11,7 +11,7 @@ use crate::engine::{Constraint, EngineHandle, GenerateOptions};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::ids;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The maximum number of answers to one prompt.
 pub const MAX_CHOICES: i64 = 8;
@@ -50,7 +50,7 @@ const REFUSED: &[(&str, &[&str])] = &[
 
 /// Reads the shared fields. Each route itself reads the token limit and whether to return log probabilities,
 /// because the routes have different fields for these options.
-pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
+pub fn read(fields: &mut Fields, server: &ServerState, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
     for (name, neutral) in REFUSED {
         let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
         fields.refuse(name, &neutral, "")?;
@@ -154,7 +154,7 @@ pub fn token_ids(items: &[Value]) -> Option<Vec<u32>> {
 }
 
 /// Fails if the field `model` names a model other than the server's. The field is optional.
-pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
+pub fn check_model(fields: &mut Fields, server: &ServerState) -> Result<(), ApiError> {
     match fields.take_string("model")? {
         Some(model) if model != server.options.model => {
             let served = &server.options.model;

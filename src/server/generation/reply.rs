@@ -11,7 +11,7 @@ use super::answers::Answers;
 use crate::server::http::body::{IgnoredField, MAX_IGNORED};
 use crate::server::http::error::ApiError;
 use crate::server::ids;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The response header that lists the request fields that have no effect, or only part of their effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
@@ -42,7 +42,7 @@ pub struct ReplyHeader {
 
 impl ReplyHeader {
     /// Creates the first fields of a response. The id of the response starts with `prefix`.
-    pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
+    pub fn new(server: &ServerState, answers: &Answers, prefix: &str, object: &'static str) -> Self {
         Self {
             id: ids::new(prefix),
             object,

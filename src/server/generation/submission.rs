@@ -11,7 +11,7 @@ use crate::engine::{EngineHandle, Request, RequestStream};
 use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
 use crate::server::limits::Permit;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The engine requests of one HTTP request, and how to convert their answers to the response.
 pub struct Submission {
@@ -33,7 +33,11 @@ pub struct Submission {
 ///
 /// Also fails with status 429 if the server cannot admit all answers now,
 /// and with status 400 if there are more answers than the server can ever admit at once.
-pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
+pub async fn submit(
+    server: &Arc<ServerState>,
+    log: Arc<RequestLog>,
+    submission: Submission,
+) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
     let permit = admit(server, &log, &submission)?;
@@ -71,7 +75,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
 
 /// Fails if a request asks for more answers than the server can ever admit at once.
 /// The error is about `field`, the request field that sets the number of answers.
-pub fn check_answer_count(server: &Server, count: usize, field: &str) -> Result<(), ApiError> {
+pub fn check_answer_count(server: &ServerState, count: usize, field: &str) -> Result<(), ApiError> {
     let limit = server.admission.limit();
     if count > limit {
         return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
@@ -80,7 +84,7 @@ pub fn check_answer_count(server: &Server, count: usize, field: &str) -> Result<
 }
 
 /// Admits the answers to an HTTP request, either all of them or none. Each answer is one sequence.
-fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<Permit, ApiError> {
+fn admit(server: &ServerState, log: &RequestLog, submission: &Submission) -> Result<Permit, ApiError> {
     let count = submission.requests.len() * submission.choices;
     let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
     check_answer_count(server, count, field)?;

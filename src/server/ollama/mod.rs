@@ -25,7 +25,7 @@ use super::generation::{self, Answers, Submission};
 use super::http::body::{Fields, json_response, read_json};
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
-use super::state::Server;
+use super::state::ServerState;
 use crate::engine::EngineHandle;
 use request::OllamaRequest;
 use response::{OllamaRoute, UnsentParts, load_response, part};
@@ -38,7 +38,7 @@ const LINES: &str = "application/x-ndjson";
 
 /// Handles `/api/chat`: generates the next message in a conversation.
 pub async fn chat(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
@@ -47,19 +47,19 @@ pub async fn chat(
 
 /// Handles `/api/generate`: answers a prompt. If `raw` is true, continues the prompt as plain text.
 pub async fn generate(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
     generate_with(OllamaRoute::Generate, OllamaRequest::read_generate, &server, log, request).await
 }
 
-type Read = fn(Fields, &Server, &EngineHandle) -> Result<OllamaRequest, ApiError>;
+type Read = fn(Fields, &ServerState, &EngineHandle) -> Result<OllamaRequest, ApiError>;
 
 async fn generate_with(
     route: OllamaRoute,
     read: Read,
-    server: &Arc<Server>,
+    server: &Arc<ServerState>,
     log: Arc<RequestLog>,
     request: Request,
 ) -> Result<Response, ApiError> {

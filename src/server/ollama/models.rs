@@ -18,7 +18,7 @@ use crate::server::generation::reply;
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::ids;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use crate::text;
 
 /// The version of ollama that inferno reports. Codex requires version 0.13.4 or later.
@@ -71,7 +71,7 @@ fn details(engine: &EngineHandle) -> Details {
     }
 }
 
-fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
+fn models(server: &ServerState, state: ModelState) -> Result<Response, ApiError> {
     let (engine, name) = (server.loaded_engine()?, server.options.model.as_str());
     let model = OllamaModel {
         name,
@@ -86,18 +86,18 @@ fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
 }
 
 /// Returns the time at which the server started, in the format of RFC 3339.
-fn started(server: &Server) -> String {
+fn started(server: &ServerState) -> String {
     let seconds = i64::try_from(server.created).unwrap_or_default();
     jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
 }
 
 /// Handles `/api/tags`: lists the served model.
-pub async fn tags(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn tags(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     models(&server, ModelState::Stored { modified_at: started(&server) })
 }
 
 /// Handles `/api/ps`: lists the served model, which stays loaded.
-pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn running(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     let info = server.loaded_engine()?.info().clone();
     let size_vram = if info.device.compute_capability.is_some() { info.weight_bytes + info.cache_bytes } else { 0 };
     // Clients expect an expiry date. inferno never unloads the model, so the date is far in the future.
@@ -111,7 +111,7 @@ pub async fn version() -> Result<Response, ApiError> {
 }
 
 /// Handles `/api/show`: describes the served model.
-pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+pub async fn show(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
@@ -166,7 +166,7 @@ fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
 }
 
 /// Handles `/api/pull`: reports success without a download. Fails unless the request names the served model.
-pub async fn pull(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+pub async fn pull(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;

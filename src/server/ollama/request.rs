@@ -10,7 +10,7 @@ use crate::server::generation::generate_options;
 use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{Tools, read_tools};
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// Unsupported options that would change the output, each with the values that have no effect and are accepted.
 const REFUSED_OPTIONS: &[(&str, &[&str])] =
@@ -29,7 +29,7 @@ pub struct OllamaRequest {
 
 /// Fails unless the field `model`, or the field `name` if `model` is absent, names the served model.
 /// As in ollama, the client may add the tag `:latest` to the name.
-pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
+pub fn check_model(fields: &mut Fields, server: &ServerState) -> Result<(), ApiError> {
     let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
     let served = &server.options.model;
     let model = model.or(name).ok_or_else(|| fields.invalid("model", "expected the name of a model"))?;
@@ -42,7 +42,7 @@ pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError>
 
 impl OllamaRequest {
     /// Reads a request to `/api/chat`.
-    pub fn read_chat(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+    pub fn read_chat(mut fields: Fields, server: &ServerState, engine: &EngineHandle) -> Result<Self, ApiError> {
         check_model(&mut fields, server)?;
         let messages = conversation::read(&mut fields)?;
         let tools = read_tools(&mut fields, engine)?;
@@ -50,7 +50,7 @@ impl OllamaRequest {
     }
 
     /// Reads a request to `/api/generate`.
-    pub fn read_generate(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+    pub fn read_generate(mut fields: Fields, server: &ServerState, engine: &EngineHandle) -> Result<Self, ApiError> {
         check_model(&mut fields, server)?;
         fields.refuse("images", &[json!([])], "only text is supported")?;
         fields.refuse("suffix", &[json!("")], "")?;
@@ -85,7 +85,7 @@ struct SharedFields {
 }
 
 impl SharedFields {
-    fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+    fn read(fields: &mut Fields, server: &ServerState, engine: &EngineHandle) -> Result<Self, ApiError> {
         let (effort, shows_thinking) = read_think(fields)?;
         let format = read_format(fields)?;
         let is_stream = fields.take_bool("stream")?.unwrap_or(true);

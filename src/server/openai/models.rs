@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 #[derive(Serialize)]
 struct ModelObject<'a> {
@@ -27,7 +27,7 @@ struct List<'a> {
     data: [ModelObject<'a>; 1],
 }
 
-fn describe(server: &Server) -> Result<ModelObject<'_>, ApiError> {
+fn describe(server: &ServerState) -> Result<ModelObject<'_>, ApiError> {
     let id = server.options.model.as_str();
     let max_model_len = server.loaded_engine()?.context();
     Ok(ModelObject {
@@ -42,12 +42,12 @@ fn describe(server: &Server) -> Result<ModelObject<'_>, ApiError> {
 }
 
 /// Handles `GET /v1/models`: lists the served model.
-pub async fn list(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn list(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     json_response(&List { object: "list", data: [describe(&server)?] })
 }
 
 /// Handles `GET /v1/models/{id}`: describes the served model if `id` is its name.
-pub async fn get(State(server): State<Arc<Server>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub async fn get(State(server): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<Response, ApiError> {
     let model = describe(&server)?;
     if id == model.id {
         json_response(&model)

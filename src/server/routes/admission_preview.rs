@@ -12,7 +12,7 @@ use crate::server::generation::{check_answer_count, reply};
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::ChatRequest;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use crate::server::tenant::Tenant;
 
 #[derive(Serialize)]
@@ -60,7 +60,7 @@ const OBJECT: &str = "admission";
 
 /// Reports when a chat completion request would start, and how many tokens and KV cache blocks it would need.
 pub async fn preview(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(tenant): Extension<Tenant>,
     request: Request,
 ) -> Result<Response, ApiError> {

@@ -13,7 +13,7 @@ use crate::engine::BLOCK_TOKENS;
 use crate::server::http::body::json_response;
 use crate::server::http::error::{ApiError, RETRY_LATER};
 use crate::server::metrics::cache_usage;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 #[derive(Serialize)]
 struct HealthStatus {
@@ -23,13 +23,13 @@ struct HealthStatus {
 /// Responds with 200 if routers may send requests to this server.
 /// The model must be loaded, the engine must not have failed or be stuck, and the server must not be shutting down.
 /// A busy server still counts as healthy.
-pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn health(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     server.healthy_engine()?;
     live(State(server)).await
 }
 
 /// Responds with 200 if the process and the engine thread are working, even while the model is loading.
-pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn live(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     if server.is_alive() {
         json_response(&HealthStatus { status: "ok" })
     } else {
@@ -38,7 +38,7 @@ pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
 }
 
 /// Responds with the metrics in Prometheus's text format.
-pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn metrics(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     let text = server.metrics.render(server.engine(), server.is_alive());
     let text = text.map_err(|error| ApiError::internal(format!("cannot write the metrics: {error}")))?;
     let mut response = Response::new(Body::from(text));
@@ -72,7 +72,7 @@ struct EngineLoad {
 }
 
 /// Responds with the current load of the engine.
-pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn loads(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?;
     let stats = engine.stats();
     let info = engine.info();

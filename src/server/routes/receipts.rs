@@ -14,12 +14,12 @@ use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 use crate::server::records::Receipt;
 use crate::server::records::ReceiptKey;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use crate::server::tenant::Tenant;
 
 /// Returns the signed receipt of a request. A tenant can read only the receipts of its own requests.
 pub async fn get(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(tenant): Extension<Tenant>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
@@ -35,11 +35,11 @@ pub async fn get(
 }
 
 /// Returns the public key that verifies receipts.
-pub async fn key(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+pub async fn key(State(server): State<Arc<ServerState>>) -> Result<Response, ApiError> {
     json_response(&signing_key(&server)?.public_key())
 }
 
-fn signing_key(server: &Server) -> Result<&ReceiptKey, ApiError> {
+fn signing_key(server: &ServerState) -> Result<&ReceiptKey, ApiError> {
     let key = server.options.record.receipt_key.as_deref();
     key.ok_or_else(|| ApiError::not_found("this server does not sign receipts: start it with --receipt-key FILE"))
 }

@@ -9,12 +9,12 @@ use axum::response::Response;
 use crate::engine::GenerationRecord;
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use crate::server::tenant::Tenant;
 
 /// Returns the record of a request. A tenant can read only the records of its own requests.
 pub async fn get(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(tenant): Extension<Tenant>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
@@ -23,7 +23,7 @@ pub async fn get(
 
 /// Returns the record of a request of this tenant.
 /// Fails if the server has no such record, or if it was started with `--no-auth`.
-pub fn find(server: &Server, tenant: Tenant, id: &str) -> Result<Arc<GenerationRecord>, ApiError> {
+pub fn find(server: &ServerState, tenant: Tenant, id: &str) -> Result<Arc<GenerationRecord>, ApiError> {
     if server.options.no_auth {
         // With `--no-auth`, all clients belong to one tenant, and they may be on other machines.
         // Each client could read the prompts of all other clients.

@@ -13,7 +13,7 @@ use crate::server::generation::reply;
 use crate::server::http::body::{Fields, json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use crate::tokenizer::ControlTokens;
 
 #[derive(Serialize)]
@@ -30,7 +30,7 @@ struct Text {
 }
 
 /// Handles `POST /tokenize`: converts a text or a conversation to token ids.
-pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+pub async fn tokenize(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
@@ -80,7 +80,7 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static st
 }
 
 /// Handles `POST /detokenize`: converts token ids to text.
-pub async fn detokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+pub async fn detokenize(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use inferno::Engine;
 use inferno::device::DeviceChoice;
 use inferno::engine::Fault;
-use inferno::server::{self, Server, ServerOptions};
+use inferno::server::{self, ServerOptions, ServerState};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
@@ -32,7 +32,7 @@ impl Local {
         let runtime = Runtime::new().unwrap();
         let listener = runtime.block_on(server::bind("127.0.0.1", port)).unwrap();
         let address = listener.local_addr().unwrap();
-        let server: Arc<Server> = Server::new(ServerOptions { max_sequences: 2, ..options() }).unwrap();
+        let server: Arc<ServerState> = ServerState::new(ServerOptions { max_sequences: 2, ..options() }).unwrap();
         let serving = runtime.spawn(server::serve(server.clone(), listener, std::future::pending()));
         let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).max_sequences(2).load().unwrap();
         server.set_engine(engine.handle());

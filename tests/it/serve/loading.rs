@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 
 use inferno::Engine;
 use inferno::device::DeviceChoice;
-use inferno::server::{self, RecordOptions, Server, ServerOptions, Timeouts};
+use inferno::server::{self, RecordOptions, ServerOptions, ServerState, Timeouts};
 use serde_json::json;
 use tokio::runtime::Runtime;
 
@@ -41,7 +41,7 @@ fn the_port_is_open_while_the_model_loads() {
     let runtime = Runtime::new().unwrap();
     let listener = runtime.block_on(server::bind("127.0.0.1", 0)).unwrap();
     let address = listener.local_addr().unwrap();
-    let server = Server::new(options()).unwrap();
+    let server = ServerState::new(options()).unwrap();
     let serving = runtime.spawn(server::serve(server.clone(), listener, std::future::pending()));
 
     let alive = |value: u8| format!("\ninferno_engine_alive{{engine=\"0\",model_name=\"demo\"}} {value}\n");

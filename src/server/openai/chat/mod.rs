@@ -19,7 +19,7 @@ use crate::server::generation::{self, Answers, Submission};
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, WholeChoice, WholeMessage};
 
 pub use messages::{read as read_messages, read_content};
@@ -29,7 +29,7 @@ pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools
 
 /// Handles a chat completion request. Streams the response if the field `stream` is true.
 pub async fn create(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
@@ -83,7 +83,7 @@ impl ChatParts {
 }
 
 /// Collects the answers into a single response.
-async fn whole(server: &Server, mut answers: Answers, parts: ChatParts) -> Result<Response, ApiError> {
+async fn whole(server: &ServerState, mut answers: Answers, parts: ChatParts) -> Result<Response, ApiError> {
     let choice = |index| WholeChoice {
         index,
         message: WholeMessage::default(),

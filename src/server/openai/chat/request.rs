@@ -9,7 +9,7 @@ use crate::server::generation::constraint;
 use crate::server::generation::generate_options::{self, StreamOptions};
 use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The engine request of a chat completion, and how to format the response.
 pub struct ChatRequest {
@@ -26,7 +26,7 @@ pub struct ChatRequest {
 
 impl ChatRequest {
     /// Reads a request. Fails if a field has an invalid or unsupported value.
-    pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+    pub fn read(mut fields: Fields, server: &ServerState, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         let messages = messages::read(&mut fields)?;
         let tools = tools::read(&mut fields, engine)?;

@@ -17,7 +17,7 @@ use crate::server::generation::{self, Answers, Submission};
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use crate::tokenizer::Tokenizer;
 use request::CompletionRequest;
 use response::{Completion, Logprobs, WireChoice};
@@ -28,7 +28,7 @@ const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
 /// Handles a text completion request. Streams the response if the field `stream` is true.
 pub async fn create(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {

@@ -6,7 +6,7 @@ use crate::engine::{EngineHandle, MAX_LOGPROBS, Prompt, Request};
 use crate::server::generation::generate_options::{self, StreamOptions, token_ids};
 use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The maximum number of answers to one request, summed over all prompts.
 const MAX_ANSWERS: usize = 128;
@@ -30,7 +30,7 @@ pub struct CompletionRequest {
 
 impl CompletionRequest {
     /// Reads a request. Fails if a field has an invalid or unsupported value.
-    pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+    pub fn read(mut fields: Fields, server: &ServerState, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         let prompts = read_prompts(&mut fields)?;
         fields.refuse("suffix", &[json!("")], "")?;

@@ -32,7 +32,7 @@ use crate::server::generation::{self, Answers, Submission};
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 use crate::server::tenant::Tenant;
 use events::{Event, NumberedEvents, ResponseEventSink};
 use item::{Item, ItemStatus};
@@ -46,7 +46,7 @@ pub use stored::{cancel, delete, get, input_items};
 
 /// Handles `POST /v1/responses`: generates the next response in a conversation.
 pub async fn create(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(log): Extension<Arc<RequestLog>>,
     Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
@@ -96,7 +96,7 @@ struct InputTokens {
 
 /// Handles `POST /v1/responses/input_tokens`: counts the tokens of a prompt.
 pub async fn count_tokens(
-    State(server): State<Arc<Server>>,
+    State(server): State<Arc<ServerState>>,
     Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     request: Request,

@@ -18,7 +18,7 @@ use crate::server::generation::generate_options;
 use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::read_reasoning;
-use crate::server::state::Server;
+use crate::server::state::ServerState;
 
 /// The maximum number of entries in `metadata`, as in OpenAI's API.
 const MAX_METADATA: usize = 16;
@@ -57,7 +57,7 @@ impl ResponseRequest {
     /// Reads a request. Fails if a field has an invalid or unsupported value.
     pub fn read(
         mut fields: Fields,
-        server: &Server,
+        server: &ServerState,
         engine: &EngineHandle,
         store: &TenantStore,
     ) -> Result<Self, ApiError> {
