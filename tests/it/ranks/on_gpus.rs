@@ -183,9 +183,9 @@ fn expert_outputs(y: &Tensor) -> (Tensor, Tensor) {
     (outputs.to_dtype(DType::BF16).unwrap(), weights)
 }
 
-/// The form in which a rank passes its partial result to the exchange.
+/// How a rank passes its partial result to the exchange.
 #[derive(Clone, Copy, PartialEq)]
-enum PartialForm {
+enum PartialResultKind {
     /// f32 rows.
     Rows,
     /// Rows that the rank has already rounded to bf16.
@@ -199,24 +199,24 @@ enum PartialForm {
 /// An update of the residual stream.
 #[derive(Clone, Copy)]
 struct Update {
-    /// The form of the first rank's partial result.
-    first: PartialForm,
-    /// The form of the partial results of all other ranks.
-    others: PartialForm,
+    /// The kind of the first rank's partial result.
+    first: PartialResultKind,
+    /// The kind of the partial results of all other ranks.
+    others: PartialResultKind,
     has_bias: bool,
     /// The dtype of the norm.
     dtype: DType,
 }
 
 impl Update {
-    fn form(&self, rank: usize) -> PartialForm {
+    fn kind(&self, rank: usize) -> PartialResultKind {
         if rank == 0 { self.first } else { self.others }
     }
 }
 
 static UPDATES: [(&str, Update); 6] = {
     use DType::{BF16, F32};
-    use PartialForm::{Experts, ProductTerms, RoundedRows, Rows};
+    use PartialResultKind::{Experts, ProductTerms, RoundedRows, Rows};
     [
         ("rounded_rows", Update { first: Rows, others: RoundedRows, has_bias: true, dtype: BF16 }),
         ("terms", Update { first: ProductTerms, others: ProductTerms, has_bias: true, dtype: BF16 }),
@@ -302,16 +302,16 @@ fn check_update(
     };
     let row = |seed: usize| tensor(seed, 1).flatten_all().unwrap();
 
-    let form = update.form(world.rank());
+    let kind = update.kind(world.rank());
     let (x, y) = (tensor(x_seed, rows), tensor(world.rank(), rows));
-    let y = if form == PartialForm::RoundedRows { y.to_dtype(DType::BF16).unwrap() } else { y };
+    let y = if kind == PartialResultKind::RoundedRows { y.to_dtype(DType::BF16).unwrap() } else { y };
     let (outputs, weights) = expert_outputs(&y);
     let (outputs, weights) = (outputs.to_device(device).unwrap(), weights.to_device(device).unwrap());
     let terms = product_terms(&y);
-    let partial = match form {
-        PartialForm::Rows | PartialForm::RoundedRows => PartialResult::Rows(&y),
-        PartialForm::ProductTerms => PartialResult::ProductTerms(&terms),
-        PartialForm::Experts => PartialResult::Experts { outputs: &outputs, weights: &weights },
+    let partial = match kind {
+        PartialResultKind::Rows | PartialResultKind::RoundedRows => PartialResult::Rows(&y),
+        PartialResultKind::ProductTerms => PartialResult::ProductTerms(&terms),
+        PartialResultKind::Experts => PartialResult::Experts { outputs: &outputs, weights: &weights },
     };
     let (bias, weight) = (row(bias_seed), row(weight_seed));
     let bias = has_bias.then_some(&bias);
@@ -331,7 +331,7 @@ fn check_update(
     world.check().unwrap();
 
     let part = |rank, i| match value(rank, i) {
-        value if rounds || update.form(rank) == PartialForm::RoundedRows => round(value),
+        value if rounds || update.kind(rank) == PartialResultKind::RoundedRows => round(value),
         value => value,
     };
     let expected_sum = |i: usize| {
