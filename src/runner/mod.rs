@@ -55,7 +55,7 @@ use step::{RunnerFacts, SoloSequence, StepExecutor, StepFacts, StepTimes, route}
 pub use decode_graph::NoDecodeGraph;
 pub use limits::{MAX_SEQUENCES, PromptSegments, RunnerLimits, RunnerOptions};
 pub use ranks::{RANK_PANICKED, RankCache, RankFault, RankModel, failure_message};
-pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
+pub use sampling::{ChosenToken, SamplerResult, TokenLogprobs, TokenSampler};
 pub use step::{ExecutionMode, KernelTime, LaunchCounts, QueuedStep, StepBytes, StepSequence, StepTime, TokensToScore};
 
 /// A model and the KV cache of all sequences, on one device or divided among ranks.

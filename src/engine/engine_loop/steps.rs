@@ -11,7 +11,7 @@ use super::{EngineLoop, QueuedWork};
 use crate::engine::fault::StepFault;
 use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
-use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
+use crate::runner::{QueuedStep, SamplerResult, StepSequence, TokenSampler};
 
 /// Whether a step was queued. Decides which function tells the scheduler that the step's positions are computed.
 #[derive(Clone, Copy, PartialEq)]
@@ -118,8 +118,8 @@ impl EngineLoop {
         runner.queue(&mut inputs(plan, scheduler, sequences)?)
     }
 
-    /// Runs a step after [`prepare`](Self::prepare). Returns one [`Chosen`] for each sequence in the plan.
-    fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
+    /// Runs a step after [`prepare`](Self::prepare). Returns one [`SamplerResult`] for each sequence in the plan.
+    fn step(&mut self, plan: &StepPlan) -> Result<Vec<SamplerResult>> {
         let Self { runner, scheduler, sequences, outbox, .. } = self;
         runner.step(inputs(plan, scheduler, sequences)?, &mut || outbox.flush())
     }
@@ -143,7 +143,7 @@ impl EngineLoop {
     }
 
     /// Adds the events of a step's tokens to the outbox. Ends the sequences that are complete or have failed.
-    fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, mode: StepMode) {
+    fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<SamplerResult>, mode: StepMode) {
         self.counters.publish(&self.scheduler);
         let tokens: usize = work.iter().map(|work| work.range.len()).sum();
         self.counters.histograms.step_tokens.observe(tokens as u64);
@@ -180,7 +180,7 @@ impl EngineLoop {
 
     /// Appends the token that the step chose, if any, to its sequence, and adds the token's event to the outbox.
     /// Returns the finish reason or the error that ends the sequence, or `None` if the sequence continues.
-    fn outcome_of(&mut self, work: &SequenceWork, chosen: Chosen) -> Option<Result<FinishReason>> {
+    fn outcome_of(&mut self, work: &SequenceWork, chosen: SamplerResult) -> Option<Result<FinishReason>> {
         let sequence = self.sequences.get_mut(&work.id)?;
         match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
             // The request generates no tokens, and the step computed the last prompt token.

@@ -10,7 +10,7 @@ use super::row_sampling::RowSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-use crate::runner::sampling::Chosen;
+use crate::runner::sampling::SamplerResult;
 use crate::runner::step::{ExpectedToken, StepExecutor, StepSequence};
 
 /// Replaces the launcher of batch graphs and queued steps, which exists only in builds with CUDA.
@@ -46,7 +46,12 @@ impl StepLauncher {
         match self.never {}
     }
 
-    pub fn wait(&self, _: usize, _: &[Option<ExpectedToken>], _: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
+    pub fn wait(
+        &self,
+        _: usize,
+        _: &[Option<ExpectedToken>],
+        _: &mut dyn FnMut(usize, u32),
+    ) -> Result<Vec<SamplerResult>> {
         match self.never {}
     }
 }

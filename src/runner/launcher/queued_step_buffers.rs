@@ -16,7 +16,7 @@ use crate::kernels::sampling::{
 };
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;
-use crate::runner::sampling::{Chosen, ChosenToken, TokenLogprobs, token_in_word};
+use crate::runner::sampling::{ChosenToken, SamplerResult, TokenLogprobs, token_in_word};
 use crate::runner::step::{ExpectedToken, StepSequence};
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
@@ -148,7 +148,7 @@ impl QueuedStepBuffers {
         index: usize,
         expected: &[Option<ExpectedToken>],
         record: &mut dyn FnMut(usize, u32),
-    ) -> Result<Vec<Chosen>> {
+    ) -> Result<Vec<SamplerResult>> {
         let mut slot = index % DEPTH * MAX_SEQUENCES;
         let mut logprobs_slot = slot * LOGPROBS_SLOTS;
         let mut chosen = Vec::with_capacity(expected.len());

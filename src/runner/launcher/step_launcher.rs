@@ -12,7 +12,7 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-use crate::runner::sampling::Chosen;
+use crate::runner::sampling::SamplerResult;
 use crate::runner::step::{ExpectedToken, StepExecutor, StepSequence};
 
 /// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
@@ -119,7 +119,7 @@ impl StepLauncher {
         index: usize,
         expected: &[Option<ExpectedToken>],
         record: &mut dyn FnMut(usize, u32),
-    ) -> Result<Vec<Chosen>> {
+    ) -> Result<Vec<SamplerResult>> {
         self.buffers.wait(index, expected, record)
     }
 }

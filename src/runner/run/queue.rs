@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use crate::runner::Runner;
-use crate::runner::sampling::Chosen;
+use crate::runner::sampling::SamplerResult;
 use crate::runner::step::{QueuedStep, QueuedTokens, StepExecutor, StepFacts, StepSequence, route};
 
 impl Runner {
@@ -35,7 +35,7 @@ impl Runner {
     /// Waits for the tokens of a queued step and returns them. Take steps in the order in which they were queued.
     ///
     /// Calls `record` with the index and the token of each sequence for which the step chose a token.
-    pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
+    pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<SamplerResult>> {
         let QueuedStep { kind, queued_at, tokens } = step;
         let chosen = match tokens {
             QueuedTokens::Known(chosen) => record_known(chosen, record),
@@ -54,7 +54,7 @@ impl Runner {
 }
 
 /// Calls `record` with the index and the token of each sequence that has a token. Returns `chosen`.
-fn record_known(chosen: Vec<Chosen>, record: &mut dyn FnMut(usize, u32)) -> Vec<Chosen> {
+fn record_known(chosen: Vec<SamplerResult>, record: &mut dyn FnMut(usize, u32)) -> Vec<SamplerResult> {
     for (index, chosen) in chosen.iter().enumerate() {
         if let Some(Ok(token)) = chosen {
             record(index, token.id);

@@ -11,7 +11,7 @@ use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
 use crate::runner::limits::PromptSegments;
 use crate::runner::sampling::{
-    Chosen, TokenLogprobs, TokenSampler, choose_on_device, choose_on_host, logprobs_on_device,
+    SamplerResult, TokenLogprobs, TokenSampler, choose_on_device, choose_on_host, logprobs_on_device,
 };
 use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
@@ -49,8 +49,8 @@ impl Runner {
     /// on a CPU first before the step, and on a GPU usually while the GPU computes.
     ///
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
-    /// If no token can be chosen for one sequence, only the [`Chosen`] of this sequence is an error.
-    pub fn step(&mut self, sequences: Vec<StepSequence>, meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
+    /// If no token can be chosen for one sequence, only the [`SamplerResult`] of this sequence is an error.
+    pub fn step(&mut self, sequences: Vec<StepSequence>, meanwhile: &mut dyn FnMut()) -> Result<Vec<SamplerResult>> {
         let (kind, started) = (StepKind::of(&sequences), Instant::now());
         if !self.device.is_cuda() {
             meanwhile();
@@ -66,7 +66,7 @@ impl Runner {
         &mut self,
         mut sequences: Vec<StepSequence>,
         meanwhile: &mut dyn FnMut(),
-    ) -> Result<Vec<Chosen>> {
+    ) -> Result<Vec<SamplerResult>> {
         let segments_of_all = self.options.prompt_segments;
         let kind = |sequence: &StepSequence| PassKind::of(sequence, segments_of_all);
         // Both sorts are stable, so sequence i of the sorted slice was at index `order[i]`.
@@ -90,7 +90,7 @@ impl Runner {
                 }
             }
         }
-        let mut chosen: Vec<Chosen> = results.iter().map(|_| None).collect();
+        let mut chosen: Vec<SamplerResult> = results.iter().map(|_| None).collect();
         for (index, result) in order.into_iter().zip(results) {
             chosen[index] = result;
         }
@@ -105,7 +105,7 @@ impl Runner {
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
         sum_order: SumOrder,
-    ) -> Result<Vec<Chosen>> {
+    ) -> Result<Vec<SamplerResult>> {
         // The pass runs now, so select an executor as for a step that cannot be queued.
         let facts = RunnerFacts { can_queue: false, ..self.facts() };
         let executor = route(facts, StepFacts::of(sequences)).executor;
@@ -128,7 +128,7 @@ impl Runner {
 
     /// Runs a chunk of a prompt, with one pass for each prompt segment in the chunk.
     /// A segment with a single token uses the fixed order of additions, like the sequence's decode steps.
-    fn run_prompt_segments(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
+    fn run_prompt_segments(&mut self, sequence: &mut StepSequence) -> Result<SamplerResult> {
         let StepSequence { ids, position, prompt_segments, .. } = *sequence;
         let segments = prompt_segments.or(self.options.prompt_segments);
         let segments = segments.context("internal error: a sequence has no prompt segments")?;
@@ -194,7 +194,7 @@ impl Runner {
 
     /// Chooses the next token of each sequence that has a sampler, on the device of `logits`.
     /// On a GPU, also starts the decode graph if it can continue the only sequence.
-    fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
+    fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<SamplerResult>> {
         if logits.device().is_cuda() {
             return match sequences {
                 // A sequence with prompt segments is deterministic: all its decode steps add in the order

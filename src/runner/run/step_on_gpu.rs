@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use crate::runner::Runner;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::ranks::{GraphCommand, RankGroup};
-use crate::runner::sampling::{Chosen, ChosenToken, TokenSampler, choose_on_device};
+use crate::runner::sampling::{ChosenToken, SamplerResult, TokenSampler, choose_on_device};
 use crate::runner::step::{StepExecutor, StepSequence, samplers};
 
 impl Runner {
@@ -16,7 +16,7 @@ impl Runner {
         executor: StepExecutor,
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
-    ) -> Result<Option<Vec<Chosen>>> {
+    ) -> Result<Option<Vec<SamplerResult>>> {
         match (executor, &mut *sequences) {
             (StepExecutor::DecodeGraph, [sequence]) => Ok(Some(vec![self.run_decode_graph(sequence, meanwhile)?])),
             (StepExecutor::DecodeGraph, sequences) => {
@@ -34,7 +34,7 @@ impl Runner {
         &mut self,
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
-    ) -> Result<Option<Vec<Chosen>>> {
+    ) -> Result<Option<Vec<SamplerResult>>> {
         self.reset();
         let Some(launcher) = &mut self.launcher else { return Ok(None) };
         let logits = if self.ranks.is_single() {
@@ -54,8 +54,9 @@ impl Runner {
     }
 
     /// Runs a decode step of one sequence on the decode graph, and returns the sequence's token.
-    /// If no token can be chosen, the [`Chosen`] is an error, which ends only this sequence unless a rank has failed.
-    fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Chosen> {
+    /// If no token can be chosen, the [`SamplerResult`] is an error, which ends only this sequence unless a rank has
+    /// failed.
+    fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<SamplerResult> {
         let (&[input], Some(sampler), Ok(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode_graph)
         else {
@@ -81,7 +82,11 @@ impl Runner {
     ///
     /// If there is a decode graph and the sampler does not need the whole row of logits, starts the graph.
     /// The graph then chooses the token, and keeps it on the device as the input of the next step.
-    pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
+    pub(super) fn choose_and_start_graph(
+        &mut self,
+        sequence: &mut StepSequence,
+        logits: &Tensor,
+    ) -> Result<SamplerResult> {
         let graph = match &mut self.decode_graph {
             Ok(graph) if !needs_logits(sequence) => graph,
             _ => return Ok(choose_on_device(&mut samplers(std::slice::from_mut(sequence)), logits)?.remove(0)),

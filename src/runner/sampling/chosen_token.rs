@@ -10,7 +10,7 @@ use crate::kernels::sampling::MAILBOX_NO_TOKEN;
 
 /// The token that a sampler chose for a sequence, or an error if no token could be chosen.
 /// `None` if the sequence had no sampler.
-pub type Chosen = Option<Result<ChosenToken>>;
+pub type SamplerResult = Option<Result<ChosenToken>>;
 
 /// A token that a sampler chose.
 #[derive(Clone, Debug, PartialEq)]

@@ -33,7 +33,7 @@ mod token_sampler;
 
 #[cfg(feature = "cuda")]
 pub(super) use chosen_token::token_in_word;
-pub use chosen_token::{Chosen, ChosenToken};
+pub use chosen_token::{ChosenToken, SamplerResult};
 pub use logprobs::TokenLogprobs;
 #[cfg(not(feature = "cuda"))]
 pub(super) use no_cuda::{choose_on_device, logprobs_on_device};

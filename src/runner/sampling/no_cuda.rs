@@ -3,12 +3,12 @@
 use anyhow::{Result, bail};
 use candle_core::Tensor;
 
-use super::chosen_token::Chosen;
+use super::chosen_token::SamplerResult;
 use super::logprobs::TokenLogprobs;
 use super::token_sampler::TokenSampler;
 
 /// Always fails, but is never called: without CUDA, no logits are on a GPU.
-pub fn choose_on_device(_: &mut [Option<&mut dyn TokenSampler>], _: &Tensor) -> Result<Vec<Chosen>> {
+pub fn choose_on_device(_: &mut [Option<&mut dyn TokenSampler>], _: &Tensor) -> Result<Vec<SamplerResult>> {
     bail!("internal error: a build without CUDA cannot choose tokens on a GPU")
 }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, anyhow};
 use candle_core::Tensor;
 
-use super::chosen_token::{Chosen, ChosenToken};
+use super::chosen_token::{ChosenToken, SamplerResult};
 use super::logprobs::TokenLogprobs;
 use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 use crate::kernels::sampling::{
@@ -16,7 +16,7 @@ use crate::kernels::sampling::{
 /// `samplers`, which is `None` if the sequence needs no token. May change `logits` in place.
 ///
 /// Waits for the tokens, if any. Only tokens and log probabilities are copied to the host.
-pub fn choose_on_device(samplers: &mut [Option<&mut dyn TokenSampler>], logits: &Tensor) -> Result<Vec<Chosen>> {
+pub fn choose_on_device(samplers: &mut [Option<&mut dyn TokenSampler>], logits: &Tensor) -> Result<Vec<SamplerResult>> {
     if samplers.iter().all(Option::is_none) {
         return Ok(samplers.iter().map(|_| None).collect());
     }

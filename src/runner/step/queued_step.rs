@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::times::StepKind;
-use crate::runner::sampling::Chosen;
+use crate::runner::sampling::SamplerResult;
 
 /// A queued step. [`Runner::take`](crate::runner::Runner::take) returns its tokens.
 pub struct QueuedStep {
@@ -15,7 +15,7 @@ pub struct QueuedStep {
 /// The tokens of a queued step, or where the host receives them.
 pub(in crate::runner) enum QueuedTokens {
     /// The tokens of a step that has already run on a CPU.
-    Known(Vec<Chosen>),
+    Known(Vec<SamplerResult>),
     /// The device will send a token for each sequence that needs one. `index` is the result of `StepLauncher::queue`.
     /// `expected` has an entry for each sequence, which is `None` if the sequence needs no token.
     Sent { index: usize, expected: Vec<Option<ExpectedToken>> },
