@@ -149,9 +149,9 @@ impl EngineLoop {
             self.counters.heartbeat.begin_step();
             // End canceled requests first, so that the plan can use their blocks.
             self.end_canceled();
-            self.admit();
-            // Run scheduler calls after `admit`, so that each call sees the requests that were submitted before it,
-            // except requests behind a `Job::Call` that still waits.
+            self.handle_jobs();
+            // Run scheduler calls after `handle_jobs`, so that each call sees the requests that were submitted before
+            // it, except requests behind a `Job::Call` that still waits.
             for call in mem::take(&mut self.scheduler_calls) {
                 call(&self.scheduler, self.clock_start.elapsed());
             }
@@ -259,7 +259,7 @@ impl EngineLoop {
 
     /// Handles `jobs` in order: passes requests to the scheduler, and runs calls.
     /// Stops at a call if the scheduler still has sequences.
-    fn admit(&mut self) {
+    fn handle_jobs(&mut self) {
         while let Some(job) = self.jobs.pop_front() {
             match job {
                 Job::Sequences(mut sequences) => {

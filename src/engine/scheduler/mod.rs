@@ -159,7 +159,7 @@ pub struct Scheduler {
     running: BTreeSet<Seniority>,
     /// The sequences that the current plan has taken from the queue and started. The plan does not preempt them,
     /// even if a sequence's turn becomes the last after the plan has counted tokens as served to its tenant.
-    admitted: Vec<SequenceId>,
+    started: Vec<SequenceId>,
     preemptions: u64,
 }
 
@@ -187,7 +187,7 @@ impl Scheduler {
             ledger: TenantLedger::default(),
             waiting: FairQueue::default(),
             running: BTreeSet::new(),
-            admitted: Vec::new(),
+            started: Vec::new(),
             preemptions: 0,
         }
     }

@@ -13,7 +13,7 @@ struct PrefillCandidates {
     /// The running sequences that need prefill, except those that `next_prefill` has already returned.
     running: BTreeSet<Seniority>,
     /// Whether waiting sequences may still start in the planned step.
-    can_admit: bool,
+    can_start: bool,
 }
 
 impl Scheduler {
@@ -58,7 +58,7 @@ impl Scheduler {
         for id in running {
             self.start_forks(id);
         }
-        self.admitted.clear();
+        self.started.clear();
         let mut plan = StepPlan { expired: self.expire(now), ..StepPlan::default() };
         let mut budget = self.config.token_budget;
         self.plan_decodes(&mut budget, &mut plan);
@@ -142,7 +142,7 @@ impl Scheduler {
     /// Plans chunks of the running sequences that need prefill, and of waiting sequences that can start.
     fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let running = self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill());
-        let mut candidates = PrefillCandidates { running: running.collect(), can_admit: true };
+        let mut candidates = PrefillCandidates { running: running.collect(), can_start: true };
         let first_chunk = plan.work.len();
         while *budget > 0
             && let Some(id) = self.next_prefill(&mut candidates, plan)
@@ -157,17 +157,17 @@ impl Scheduler {
     ///
     /// Returns `None` if no candidate is left and no waiting sequence can start.
     fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
-        let PrefillCandidates { running, can_admit } = candidates;
+        let PrefillCandidates { running, can_start } = candidates;
         // Start no sequence if `max_sequences` are running, nor after a preemption, because blocks have just run out.
-        *can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
+        *can_start &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
         let next = self.first_in_turn(running);
-        if *can_admit
+        if *can_start
             && let Some((_, waiting)) = self.waiting.first(&self.ledger)
             && next.is_none_or(|next| self.turn(waiting) < self.turn(next))
         {
             // If the first waiting sequence cannot start, no other waiting sequence may overtake it.
-            *can_admit = self.try_admit(waiting.id());
-            if *can_admit {
+            *can_start = self.try_start(waiting.id());
+            if *can_start {
                 running.extend(self.start_forks(waiting.id()));
                 return Some(waiting.id());
             }
@@ -218,7 +218,7 @@ impl Scheduler {
 
     /// Starts a waiting sequence if the free blocks cover its demand and the demands of all running sequences.
     /// Returns whether the sequence has started.
-    fn try_admit(&mut self, id: SequenceId) -> bool {
+    fn try_start(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // Acquire the blocks of the cached prefix first. Otherwise, they would count as free blocks below.
         let hashes = mem::take(&mut sequence.hashes);
@@ -232,7 +232,7 @@ impl Scheduler {
         if demand <= self.blocks.free_blocks() {
             self.waiting.remove(tenant, &seniority);
             self.running.insert(seniority);
-            self.admitted.push(id);
+            self.started.push(id);
             return true;
         }
         if let Some(sequence) = self.sequences.get_mut(&id)
@@ -257,14 +257,14 @@ impl Scheduler {
     ///
     /// While there are too few free blocks, preempts the sequence with the last turn.
     /// Returns false if the sequence `id` itself is preempted.
-    /// Also returns false if the sequence with the last turn is protected, or if this plan has admitted it.
+    /// Also returns false if the sequence with the last turn is protected, or if this plan has started it.
     ///
     /// A protected sequence always gets its blocks. It can preempt all unprotected sequences,
-    /// and [`try_admit`](Self::try_admit) ensures that the blocks suffice for all protected sequences.
+    /// and [`try_start`](Self::try_start) ensures that the blocks suffice for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
             let victim = self.last_in_turn().filter(|victim| !victim.is_protected());
-            let victim = victim.map(|victim| victim.id()).filter(|victim| !self.admitted.contains(victim));
+            let victim = victim.map(|victim| victim.id()).filter(|victim| !self.started.contains(victim));
             let Some(victim) = victim else { return false };
             self.preempt(victim, plan);
             if victim == id {

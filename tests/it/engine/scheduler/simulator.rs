@@ -57,8 +57,8 @@ pub struct Simulator<'a> {
     waiting: BTreeSet<SortKey>,
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// The check of the start order ignores these sequences.
-    /// Forks start without a reserve of free blocks, so a plan can admit a waiting sequence and then preempt a running
-    /// sequence for a fork. After its second preemption, this sequence can rank above the admitted one.
+    /// Forks start without a reserve of free blocks, so a plan can start a waiting sequence and then preempt a running
+    /// sequence for a fork. After its second preemption, this sequence can rank above the started one.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for another sequence to compute their prompt.
     pending: BTreeSet<SequenceId>,
