@@ -167,7 +167,7 @@ impl Decoder {
             let is_own = self.is_own(stage);
             if is_own {
                 for (index, layer) in self.own_layers() {
-                    self.world.tick();
+                    self.world.record_progress();
                     scratch::begin_layer();
                     // Every layer computes attention for all tokens.
                     // In the last layer, o_proj and the MLP run only for the tokens that need logits.

@@ -178,7 +178,7 @@ impl<'c> Weights<'c> {
         dtype: DType,
         slice: Option<Slice>,
     ) -> Result<Tensor> {
-        self.reader.progress_world.tick();
+        self.reader.progress_world.record_progress();
         let name = self.full_name(name);
         let stored_shape = slice.as_ref().map_or(shape.to_vec(), |slice| slice.stored_shape(shape));
         if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
@@ -294,7 +294,7 @@ impl<'c> Weights<'c> {
     /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `shape` is the shape of the result.
     /// `device` is either the device of the weights or the host. From a GGUF file, loads only packed MXFP4.
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
-        self.reader.progress_world.tick();
+        self.reader.progress_world.record_progress();
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = sliced(model.shared_packed(name, self.shared_reads.as_ref())?, slice)?.to_device(device)?;
             self.progress.add_read(self.checkpoint.required(name)?.bytes() as u64);

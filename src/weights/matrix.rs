@@ -107,7 +107,7 @@ impl<'c> Weights<'c> {
     }
 
     fn build(&self, matrices: &[&MatrixRows]) -> Result<QuantizedMatrix> {
-        self.reader.progress_world.tick();
+        self.reader.progress_world.record_progress();
         let matrix = MatrixRows::build(matrices, &self.device)?;
         self.progress.add_resident(matrix.bytes());
         Ok(matrix)

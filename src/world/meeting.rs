@@ -20,7 +20,8 @@ pub(super) struct Meeting {
     pub(super) size: usize,
     state: Mutex<MeetingState>,
     changed: Condvar,
-    /// For each rank, the number of times that the rank has called [`World::tick`](super::World::tick).
+    /// For each rank, the number of times that the rank has called
+    /// [`World::record_progress`](super::World::record_progress).
     pub(super) progress: Vec<AtomicU64>,
 }
 

@@ -30,8 +30,8 @@ pub use exchange::{Exchange, PartialResult, ResidualUpdate, UpdatedResidual};
 /// How long a rank waits for another rank that does not answer.
 /// This limit applies to exchanges of tensors between CPUs, to exchanges with kernels between GPUs (except while a rank
 /// may load kernels), and to the pings with which an idle engine checks the ranks.
-/// Between CPUs and for pings, the time starts again whenever the other rank calls [`World::tick`]. The limit must
-/// therefore be longer than the work between two of these calls.
+/// Between CPUs and for pings, the time starts again whenever the other rank calls [`World::record_progress`]. The
+/// limit must therefore be longer than the work between two of these calls.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The time limit that replaces [`ANSWER_TIMEOUT`] if GPUs exchange tensors by memory copies instead of kernels.
@@ -293,15 +293,16 @@ impl World {
     }
 
     /// Records that this rank makes progress.
-    /// During long work, such as running many layers, a rank must call `tick` at least once per [`ANSWER_TIMEOUT`].
-    /// Otherwise, a rank that waits for this rank can end the world.
-    pub fn tick(&self) {
+    /// During long work, such as running many layers, a rank must call `record_progress` at least once per
+    /// [`ANSWER_TIMEOUT`]. Otherwise, a rank that waits for this rank can end the world.
+    pub fn record_progress(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.progress[self.rank].fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Returns the number of times that `rank` has called [`tick`](Self::tick). Always 0 in a world of one rank.
+    /// Returns the number of times that `rank` has called [`record_progress`](Self::record_progress). Always 0 in a
+    /// world of one rank.
     pub fn progress(&self, rank: usize) -> u64 {
         self.meeting.as_ref().map_or(0, |meeting| meeting.progress[rank].load(Ordering::Relaxed))
     }

@@ -98,7 +98,7 @@ fn a_rank_that_does_not_answer_ends_the_world_with_its_name() {
             // This rank takes twice as long as `limit`, but the others keep waiting, because it makes progress.
             for _ in 0..20 {
                 std::thread::sleep(limit / 10);
-                world.tick();
+                world.record_progress();
             }
             meeting.gather(1, value(), limit).unwrap();
             // Now this rank makes no progress until the others end the world.

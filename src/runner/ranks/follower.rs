@@ -37,7 +37,7 @@ pub fn follow(
             match commands.recv_timeout(CHECK_INTERVAL) {
                 Ok(command) => {
                     follower.run(&command)?;
-                    world.tick();
+                    world.record_progress();
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -111,7 +111,7 @@ impl Follower {
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
             RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
-            // `follow` calls `World::tick` after every command, which answers the ping.
+            // `follow` calls `World::record_progress` after every command, which answers the ping.
             RankCommand::Ping => {}
             RankCommand::Fail(fault) => fault.inject()?,
         }

@@ -104,7 +104,7 @@ impl SharedReads {
             values.resize(length, T::default());
             let converted = values.par_chunks_mut(row_length).with_min_len(16).enumerate();
             converted.try_for_each_init(RowBuffer::default, |buffer, (row, values)| {
-                self.world.tick();
+                self.world.record_progress();
                 convert(own.start + row, buffer, values)
             })?;
             let parts = self.world.all_gather(RankRows { tensor: name.to_string(), values })?;
@@ -190,7 +190,7 @@ impl SharedReads {
             let offset = tensor.start + (range.start + index * piece) as u64;
             tensor.source.advise(offset, piece_bytes.len());
             tensor.source.read(piece_bytes, offset)?;
-            self.world.tick();
+            self.world.record_progress();
             Ok(())
         };
         if range.len() <= piece {
