@@ -1,7 +1,7 @@
 // Matrix-vector products with bf16 or f16 weights, for the decode kernels.
 //
 // A *segment* is 8 consecutive elements (16 bytes) of a row. A lane loads a segment with one instruction.
-// A *unit* is one or two rows that a warp multiplies at the same time.
+// A *strip* is one or two rows that a warp multiplies at the same time.
 // Units are assigned to the warps of the grid in round-robin order.
 #pragma once
 #include "constants.cuh"
@@ -10,7 +10,7 @@
 #include "headers/streaming_loads.cuh"
 
 // The number of loads that a lane has in flight per row.
-// DENSE_DEPTH_2 is for units of two rows, and DENSE_DEPTH_1 is for units of one row. Both keep six loads in flight.
+// DENSE_DEPTH_2 is for strips of two rows, and DENSE_DEPTH_1 is for strips of one row. Both keep six loads in flight.
 constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 
 // Returns `sum` plus the dot product of a segment of weights (`w`) and eight inputs (`a` and `b`).
@@ -35,46 +35,46 @@ template <typename T> __device__ __forceinline__ const uint4* as_segments(const 
     return reinterpret_cast<const uint4*>(row);
 }
 
-// Streams the rows of a matrix through a warp, one unit of ROWS rows at a time.
+// Streams the rows of a matrix through a warp, one strip of ROWS rows at a time.
 // Each lane has DEPTH loads in flight per row.
-// `locate(u, r)` returns the Address of row r of unit u.
+// `locate(s, r)` returns the Address of row r of strip s.
 // Address is a pointer or a struct. If `a` is the Address of a row, `a + s` is a pointer to segment s of the row.
 template <typename T, int ROWS, int DEPTH, class Locate, class Address = const uint4*> struct DenseStream {
     const Locate locate;
-    const int segments, units, stride, lane;
-    int unit;
+    const int segments, strips, stride, lane;
+    int strip;
     Address rows[ROWS];
     uint4 loaded[DEPTH][ROWS];
 
-    __device__ __forceinline__ DenseStream(int segments, int units, Locate locate)
+    __device__ __forceinline__ DenseStream(int segments, int strips, Locate locate)
         : locate(locate),
           segments(segments),
-          units(units),
+          strips(strips),
           stride(gridDim.x * (blockDim.x / 32)),
           lane(threadIdx.x % 32),
-          unit(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) {
+          strip(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) {
         prefetch();
     }
 
-    __device__ __forceinline__ bool has_unit() const { return unit < units; }
+    __device__ __forceinline__ bool has_strip() const { return strip < strips; }
 
     // Loads a segment of row r. Returns zeros past the end of the row, so the unrolled loops below need no branches.
     __device__ __forceinline__ uint4 load(int r, int segment) const {
         return segment < segments ? load_stream_16(rows[r] + segment) : make_uint4(0, 0, 0, 0);
     }
 
-    // Issues the first loads of the current unit.
+    // Issues the first loads of the current strip.
     __device__ __forceinline__ void prefetch() {
-        if (unit >= units) return;
+        if (strip >= strips) return;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) rows[r] = locate(unit, r);
+        for (int r = 0; r < ROWS; ++r) rows[r] = locate(strip, r);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) loaded[d][r] = load(r, lane + 32 * d);
     }
 
-    // Computes the dot product of `x` and each row of the current unit, and advances to the next unit.
+    // Computes the dot product of `x` and each row of the current strip, and advances to the next strip.
     // All lanes receive the dot products.
     __device__ __forceinline__ void multiply(const DenseInput& x, float (&sum)[ROWS]) {
 #pragma unroll
@@ -91,7 +91,7 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
                 }
             }
         }
-        unit += stride;
+        strip += stride;
         prefetch();
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) sum[r] = warp_sum(sum[r]);

@@ -22,15 +22,15 @@ template <typename T> struct GatedOutput {
 
 // Computes this warp's elements of h. Multiplies all dot products by `scale`.
 template <typename T, typename Stream, typename Input>
-__device__ __forceinline__ void store_units(Stream& stream, const Input& input, float scale, const GatedOutput<T>& to) {
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
+__device__ __forceinline__ void store_strips(Stream& stream, const Input& input, float scale, const GatedOutput<T>& to) {
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
         float sum[2];
         stream.multiply(input, sum);
         if (stream.lane != 0) continue;
-        const float g = sum[0] * scale + (to.gate_bias ? to.gate_bias[unit] : 0.0f),
-                    u = sum[1] * scale + (to.up_bias ? to.up_bias[unit] : 0.0f);
-        to.h[unit] = from_float<T>(activate(g, to.activation) * u);
+        const float g = sum[0] * scale + (to.gate_bias ? to.gate_bias[strip] : 0.0f),
+                    u = sum[1] * scale + (to.up_bias ? to.up_bias[strip] : 0.0f);
+        to.h[strip] = from_float<T>(activate(g, to.activation) * u);
     }
 }
 
@@ -40,12 +40,12 @@ __device__ void decode_gate_up(const NormedVector& x, const T* gate, const T* up
     __shared__ float scratch[DECODE_MAX_WARPS];
     const int columns = x.columns;
     const DenseInput input{shared, columns / 8};
-    const auto row = [=](int unit, int r) { return as_segments((r == 0 ? gate : up) + (size_t)unit * columns); };
+    const auto row = [=](int strip, int r) { return as_segments((r == 0 ? gate : up) + (size_t)strip * columns); };
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, to.rows, row);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, scratch);
-    store_units(stream, input, scale, to);
+    store_strips(stream, input, scale, to);
 }
 
 template <typename T>
@@ -55,12 +55,12 @@ __device__ void quantized_gate_up(const NormedVector& x, const QuantizedStack& w
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (x.columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
-    const auto row = [](int unit, int r, int& matrix) { return matrix = r, unit; };
+    const auto row = [](int strip, int r, int& matrix) { return matrix = r, strip; };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, to.rows, row);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, quantization, scratch);
-    store_units(stream, input, scale, to);
+    store_strips(stream, input, scale, to);
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \

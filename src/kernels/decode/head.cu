@@ -38,22 +38,22 @@ struct HeadOutput {
     float softcap;
 };
 
-// Computes the logits of this warp's units. Returns the argmax of these logits in lane 0.
-// Each unit is two rows of the weight. A logit is a dot product times `scale`, limited by the soft cap.
+// Computes the logits of this warp's strips. Returns the argmax of these logits in lane 0.
+// Each strip is two rows of the weight. A logit is a dot product times `scale`, limited by the soft cap.
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, const HeadOutput& to) {
     Argmax own{-INFINITY, NO_TOKEN};
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
         float sum[2];
         stream.multiply(input, sum);
         if (stream.lane != 0) continue;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (2 * unit + r >= to.vocab) break;
+            if (2 * strip + r >= to.vocab) break;
             const float dot = sum[r] * scale, logit = to.softcap > 0.0f ? soft_capped(dot, to.softcap) : dot;
-            to.logits[2 * unit + r] = logit;
-            own.offer(logit, to.first_token + 2 * unit + r);
+            to.logits[2 * strip + r] = logit;
+            own.offer(logit, to.first_token + 2 * strip + r);
         }
     }
     return own;
@@ -75,8 +75,8 @@ template <typename T> __device__ void decode_head(const NormedVector& x, const T
     __shared__ Argmax warps[DECODE_MAX_WARPS];
     const int columns = x.columns, vocab = to.vocab;
     const DenseInput input{shared, columns / 8};
-    const auto row = [=](int unit, int r) {
-        return as_segments(weight + (size_t)min(2 * unit + r, vocab - 1) * columns);
+    const auto row = [=](int strip, int r) {
+        return as_segments(weight + (size_t)min(2 * strip + r, vocab - 1) * columns);
     };
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, (vocab + 1) / 2, row);
     pdl_wait();
@@ -92,7 +92,7 @@ __device__ void quantized_head(const NormedVector& x, const QuantizedStack& weig
     __shared__ Argmax warps[QUANTIZED_WARPS];
     const int groups = (x.columns + 31) / 32, vocab = to.vocab;
     const QuantizedInput input(vector, weight, groups);
-    const auto row = [=](int unit, int r, int& matrix) { return matrix = 0, min(2 * unit + r, vocab - 1); };
+    const auto row = [=](int strip, int r, int& matrix) { return matrix = 0, min(2 * strip + r, vocab - 1); };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, (vocab + 1) / 2, row);
     pdl_wait();
     pdl_launch_dependents();

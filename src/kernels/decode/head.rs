@@ -69,7 +69,7 @@ pub fn add_logits_of_ranks(launches: &mut LaunchList, buffers: &StepBuffers) -> 
     }
 }
 
-/// Returns the launch shape of the head kernel, for which a unit of work is two rows of the weight.
+/// Returns the launch shape of the head kernel, for which a strip is two rows of the weight.
 fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
     matvec_shape(buffers, weight.dims().0.div_ceil(2), weight)
 }

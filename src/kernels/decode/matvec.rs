@@ -34,18 +34,18 @@ pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
 }
 
 /// Returns the launch shape for a kernel with one input vector. See [`matvec_shape_for`].
-pub(super) fn matvec_shape(buffers: &StepBuffers, units: usize, weight: &Matrix) -> LaunchShape {
-    matvec_shape_for(buffers, units, weight, 1)
+pub(super) fn matvec_shape(buffers: &StepBuffers, strips: usize, weight: &Matrix) -> LaunchShape {
+    matvec_shape_for(buffers, strips, weight, 1)
 }
 
-/// Returns the launch shape for a kernel with `inputs` input vectors and `units` units of work.
+/// Returns the launch shape for a kernel with `inputs` input vectors and `strips` strips.
 ///
-/// Each warp processes one unit at a time. The grid has at most one block per multiprocessor.
-/// A block has units / multiprocessors warps, rounded up, but at least 4 and at most the kernel's maximum.
-pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
+/// Each warp processes one strip at a time. The grid has at most one block per multiprocessor.
+/// A block has strips / multiprocessors warps, rounded up, but at least 4 and at most the kernel's maximum.
+pub(super) fn matvec_shape_for(buffers: &StepBuffers, strips: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
     let max_warps = if matches!(weight, Matrix::Dense(_)) { DECODE_MAX_WARPS } else { QUANTIZED_WARPS };
-    let warps = units.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
-    let blocks = units.div_ceil(warps).min(buffers.multiprocessors);
+    let warps = strips.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
+    let blocks = strips.div_ceil(warps).min(buffers.multiprocessors);
     LaunchShape::linear(blocks, 32 * warps).with_shared_bytes(input_bytes(weight, inputs))
 }
 

@@ -90,7 +90,7 @@ template <int WARPS, int DEPTH> struct TileStream {
     }
 
     // Computes this warp's sums for the rows at positions g (`low`) and g + 8 (`high`), where g = lane / 4.
-    // The caller multiplies the sums by E2M1_UNIT.
+    // The caller multiplies the sums by E2M1_SUM_FACTOR.
     //   x: from split_x, in shared memory, padded with zeros to a multiple of 64 columns
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
         constexpr int ROUND = DEPTH * WARPS;
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
     if (threadIdx.x < 32) routing.choose(logits, experts, blockIdx.y + 1, NO_WEIGHTS, lane);
     for (int i = threadIdx.x; i < segments; i += DECODE_UP_THREADS)
         split_x(i < full_segments ? __ldcg(reinterpret_cast<const uint4*>(normed) + i) : make_uint4(0, 0, 0, 0), i, x);
-    const float unscale = E2M1_UNIT * __ldcg(normed_scale);
+    const float unscale = E2M1_SUM_FACTOR * __ldcg(normed_scale);
     __syncthreads();
     const uint32_t expert = routing.expert[blockIdx.y];
     const int element = tile * 8 + lane;  // of h
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_WARPS * DECODE_DOW
             float y = 0.0f;
 #pragma unroll
             for (int w = 0; w < DECODE_DOWN_WARPS; ++w) y += sums[(w * chosen + i) * 16 + threadIdx.x];
-            sum += routing.weight[i] * E2M1_UNIT * y;
+            sum += routing.weight[i] * E2M1_SUM_FACTOR * y;
         }
         sender.store(partial, row, sum);
     }

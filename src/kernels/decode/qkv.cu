@@ -15,7 +15,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
-// Each unit is two rows of the weight. RoPE rotates the two outputs of a unit as a pair, or not at all.
+// Each strip is two rows of the weight. RoPE rotates the two outputs of a strip as a pair, or not at all.
 #include "attention/paged.cuh"
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
@@ -30,25 +30,25 @@ template <typename T> struct QkvTarget {
     float* unnormalized;
     int heads, kv_heads, head_dim, rotated;
 
-    __device__ __forceinline__ int units() const { return (heads + 2 * kv_heads) * (head_dim / 2); }
-    __device__ __forceinline__ int in_head(int unit, int r) const {
-        const int p = unit % (head_dim / 2), half = rotated / 2;
+    __device__ __forceinline__ int strips() const { return (heads + 2 * kv_heads) * (head_dim / 2); }
+    __device__ __forceinline__ int in_head(int strip, int r) const {
+        const int p = strip % (head_dim / 2), half = rotated / 2;
         return p < half ? p + r * half : 2 * p + r;
     }
-    __device__ __forceinline__ int row(int unit, int r) const {
-        return unit / (head_dim / 2) * head_dim + in_head(unit, r);
+    __device__ __forceinline__ int row(int strip, int r) const {
+        return strip / (head_dim / 2) * head_dim + in_head(strip, r);
     }
 };
 static_assert(sizeof(QkvTarget<__half>) == 8 * 8 + 4 * 4, "QkvTarget must match RawTarget");
 
-// The two outputs of a unit.
+// The two outputs of a strip.
 // The constructor loads the biases, cosine and sine before the dot products are computed, to hide the latency.
 template <typename T> struct QkvPair {
     int head, first, second;
     float a_bias, b_bias, cos, sin;
 
-    __device__ __forceinline__ QkvPair(const QkvTarget<T>& to, int unit, int position)
-        : head(unit / (to.head_dim / 2)), first(to.in_head(unit, 0)), second(to.in_head(unit, 1)) {
+    __device__ __forceinline__ QkvPair(const QkvTarget<T>& to, int strip, int position)
+        : head(strip / (to.head_dim / 2)), first(to.in_head(strip, 0)), second(to.in_head(strip, 1)) {
         const size_t base = (size_t)head * to.head_dim;
         const int half = to.rotated / 2;
         const bool rotates = head < to.heads + to.kv_heads && first < half;
@@ -81,15 +81,15 @@ __device__ void decode_qkv(const NormedVector& x, const T* weight, const uint32_
     __shared__ float scratch[DECODE_MAX_WARPS];
     const int columns = x.columns;
     const DenseInput input{shared, columns / 8};
-    const auto row = [=](int unit, int r) { return as_segments(weight + (size_t)to.row(unit, r) * columns); };
-    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, to.units(), row);
+    const auto row = [=](int strip, int r) { return as_segments(weight + (size_t)to.row(strip, r) * columns); };
+    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, to.strips(), row);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, scratch);
     const int position = __ldcg(state + STATE_POSITION);
     const uint32_t row_in_cache = cache_row(to.table, position);
-    while (stream.has_unit()) {
-        const QkvPair<T> pair(to, stream.unit, position);
+    while (stream.has_strip()) {
+        const QkvPair<T> pair(to, stream.strip, position);
         float sum[2];
         stream.multiply(input, sum);
         if (stream.lane == 0) pair.store(to, row_in_cache, sum[0] * scale, sum[1] * scale);
@@ -103,19 +103,19 @@ __device__ void quantized_qkv(const NormedVector& x, const QuantizedStack& weigh
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (x.columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
-    const auto row = [&](int unit, int r, int& matrix) {
-        const int row = to.row(unit, r);
+    const auto row = [&](int strip, int r, int& matrix) {
+        const int row = to.row(strip, r);
         matrix = row < weight.row_ends[0] ? 0 : row < weight.row_ends[1] ? 1 : 2;
         return matrix == 0 ? row : row - weight.row_ends[matrix - 1];
     };
-    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, to.units(), row);
+    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, to.strips(), row);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, quantization, scratch);
     const int position = __ldcg(state + STATE_POSITION);
     const uint32_t row_in_cache = cache_row(to.table, position);
-    while (stream.has_unit()) {
-        const QkvPair<T> pair(to, stream.unit, position);
+    while (stream.has_strip()) {
+        const QkvPair<T> pair(to, stream.strip, position);
         float sum[2];
         stream.multiply(input, sum);
         if (stream.lane == 0) pair.store(to, row_in_cache, sum[0] * scale, sum[1] * scale);

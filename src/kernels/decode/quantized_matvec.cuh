@@ -7,7 +7,7 @@
 #include "quantized/stream.cuh"
 
 // The number of groups (32 columns each) that a lane has in flight per row.
-// QUANTIZED_DEPTH_2 is for units of two rows, and QUANTIZED_DEPTH_1 is for units of one row.
+// QUANTIZED_DEPTH_2 is for strips of two rows, and QUANTIZED_DEPTH_1 is for strips of one row.
 // In both cases, a lane has four groups in flight.
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 

@@ -11,7 +11,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
-// Each warp multiplies one row of the weight at a time. One row is one unit of a DenseStream or QuantizedStream.
+// Each warp multiplies one row of the weight at a time. One row is one strip of a DenseStream or QuantizedStream.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "exchange/exchange.cuh"
@@ -22,19 +22,19 @@ __device__ void decode_residual(const float* partial, float* out, const T* y, co
                                 int rows, int columns, const Mailboxes& mailboxes) {
     extern __shared__ float4 shared[];
     const DenseInput input{shared, columns / 8};
-    const auto row = [=](int unit, int) { return as_segments(weight + (size_t)unit * columns); };
+    const auto row = [=](int strip, int) { return as_segments(weight + (size_t)strip * columns); };
     DenseStream<T, 1, DENSE_DEPTH_1, decltype(row)> stream(input.segments, rows, row);
     const Sender sender(mailboxes);
     __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
     load_vector(input, y, [](int) { return 1.0f; });
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        const float rest = (partial ? __ldcg(partial + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
+        const float rest = (partial ? __ldcg(partial + strip) : 0.0f) + (bias ? __ldg(bias + strip) : 0.0f);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(out, unit, sum[0] + rest);
+        if (stream.lane == 0) sender.store(out, strip, sum[0] + rest);
     }
 }
 
@@ -46,19 +46,19 @@ __device__ void quantized_residual(const float* partial, float* out, const T* y,
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
-    const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
+    const auto row = [](int strip, int, int& matrix) { return matrix = 0, strip; };
     QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row)> stream(weight, groups, rows, row);
     const Sender sender(mailboxes);
     __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_vector(input, y, columns, quantization, scratch);
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        const float rest = (partial ? __ldcg(partial + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
+        const float rest = (partial ? __ldcg(partial + strip) : 0.0f) + (bias ? __ldg(bias + strip) : 0.0f);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(out, unit, sum[0] * scale + rest);
+        if (stream.lane == 0) sender.store(out, strip, sum[0] * scale + rest);
     }
 }
 

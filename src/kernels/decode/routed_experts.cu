@@ -22,7 +22,7 @@ struct Router {
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
-// A unit consists of row i of gate and row i of up of one chosen expert, and produces one element of h.
+// A strip consists of row i of gate and row i of up of one chosen expert, and produces one element of h.
 template <typename T>
 __device__ void decode_routed_gate_up(const NormedVector& x, const T* weight, const Router& router, T* h, int rows) {
     extern __shared__ float4 shared[];
@@ -35,17 +35,17 @@ __device__ void decode_routed_gate_up(const NormedVector& x, const T* weight, co
     if (threadIdx.x < 32) routing.choose(router.logits, router.experts, router.chosen, NO_WEIGHTS, threadIdx.x);
     __syncthreads();
     const uint32_t* expert = routing.expert;
-    const auto row = [=](int unit, int r) {
-        const size_t half = (size_t)expert[unit / rows] * 2 + r;
-        return as_segments(weight + (half * rows + unit % rows) * columns);
+    const auto row = [=](int strip, int r) {
+        const size_t half = (size_t)expert[strip / rows] * 2 + r;
+        return as_segments(weight + (half * rows + strip % rows) * columns);
     };
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, router.chosen * rows, row);
     const float scale = load_normed(input, x, scratch);
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
+        if (stream.lane == 0) h[strip] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
     }
 }
 
@@ -62,16 +62,16 @@ __device__ void quantized_routed_gate_up(const NormedVector& x, const QuantizedS
     if (threadIdx.x < 32) routing.choose(router.logits, router.experts, router.chosen, NO_WEIGHTS, threadIdx.x);
     __syncthreads();
     const uint32_t* expert = routing.expert;
-    const auto row = [=](int unit, int r, int& matrix) {
-        return matrix = 0, ((int)expert[unit / rows] * 2 + r) * rows + unit % rows;
+    const auto row = [=](int strip, int r, int& matrix) {
+        return matrix = 0, ((int)expert[strip / rows] * 2 + r) * rows + strip % rows;
     };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, router.chosen * rows, row);
     const float scale = load_normed(input, x, quantization, scratch);
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
+        if (stream.lane == 0) h[strip] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
     }
 }
 
@@ -128,7 +128,7 @@ struct ChosenGroups {
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
-// Each unit is one long row.
+// Each strip is one long row.
 template <typename T>
 __device__ void decode_routed_down(float* partial, const T* h, const T* weight, const Router& router, int over_all,
                                    int rows, int columns, const Mailboxes& mailboxes) {
@@ -143,19 +143,19 @@ __device__ void decode_routed_down(float* partial, const T* h, const T* weight, 
     const Sender sender(mailboxes);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
-    const auto row = [=](int unit, int) {
-        return ChosenSegments{as_segments(weight) + (size_t)unit * segments, chosen_rows};
+    const auto row = [=](int strip, int) {
+        return ChosenSegments{as_segments(weight) + (size_t)strip * segments, chosen_rows};
     };
     DenseStream<T, 1, DENSE_DEPTH_1, decltype(row), ChosenSegments> stream(input.segments, rows, row);
     pdl_wait();
     pdl_launch_dependents();
     load_vector(input, h, [&](int segment) { return routing.weight[chosen_rows.index_of(segment)]; });
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        const float rest = __ldcg(partial + unit);
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
+        const float rest = __ldcg(partial + strip);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(partial, unit, sum[0] + rest);
+        if (stream.lane == 0) sender.store(partial, strip, sum[0] + rest);
     }
 }
 
@@ -224,18 +224,18 @@ __device__ void quantized_routed_down(float* partial, const T* h, const Quantize
     const Sender sender(mailboxes);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);
-    const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
+    const auto row = [](int strip, int, int& matrix) { return matrix = 0, strip; };
     QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row), ChosenGroups> stream(weight, groups, rows, row,
                                                                               ChosenGroups{chosen_rows, rows});
     pdl_wait();
     pdl_launch_dependents();
     load_chosen(input, h, routing, chosen_rows, router.chosen, columns, quantization, factors);
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        const float rest = __ldcg(partial + unit);
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
+        const float rest = __ldcg(partial + strip);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(partial, unit, sum[0] + rest);
+        if (stream.lane == 0) sender.store(partial, strip, sum[0] + rest);
     }
 }
 

@@ -59,8 +59,8 @@ template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uin
 
 // A kernel that multiplies bf16 items by x, and scales only the sums, must first multiply x by E2M1_X_FACTOR.
 // The items are E2M1 values times 2^-126. With E2M1_X_FACTOR, their products with x are normal f32 numbers.
-// Multiplying the sums by E2M1_UNIT cancels the factors 2^-126 and E2M1_X_FACTOR.
-constexpr float E2M1_X_FACTOR = 0x1p100f, E2M1_UNIT = 0x1p26f;
+// Multiplying the sums by E2M1_SUM_FACTOR cancels the factors 2^-126 and E2M1_X_FACTOR.
+constexpr float E2M1_X_FACTOR = 0x1p100f, E2M1_SUM_FACTOR = 0x1p26f;
 
 // Returns the scale 2^(s - 127), where s is byte `index` of `scales`. Moves s to the exponent field, bits 30 to 23.
 // If s is 0, returns 0 instead of 2^-127, which is too small to matter in an f32 sum.

@@ -80,15 +80,15 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
 // With up to 8 pairs (N = 1), scaling the sums of an MXFP4 block takes fewer instructions than scaling its weights.
 // Unscaled weights keep the factor of convert_items: 2^-126 in bf16, 2^-14 in f16.
 // x and h are multiplied by X_FACTOR, so that their products with unscaled weights are normal f32 numbers.
-// Multiplying the sums by UNIT cancels X_FACTOR and, for unscaled weights, the factor of convert_items.
+// Multiplying the sums by SUM_FACTOR cancels X_FACTOR and, for unscaled weights, the factor of convert_items.
 template <typename T> struct Factors;
 template <> struct Factors<__nv_bfloat16> {
-    static constexpr float X_FACTOR = E2M1_X_FACTOR, SCALED_UNIT = 1.0f / X_FACTOR, UNSCALED_UNIT = E2M1_UNIT;
+    static constexpr float X_FACTOR = E2M1_X_FACTOR, SCALED_SUM_FACTOR = 1.0f / X_FACTOR, UNSCALED_SUM_FACTOR = E2M1_SUM_FACTOR;
 };
 template <> struct Factors<__half> {
-    static constexpr float X_FACTOR = 1.0f, SCALED_UNIT = 1.0f, UNSCALED_UNIT = 0x1p14f;
+    static constexpr float X_FACTOR = 1.0f, SCALED_SUM_FACTOR = 1.0f, UNSCALED_SUM_FACTOR = 0x1p14f;
 };
-template <typename T, int N> constexpr float UNIT = N == 1 ? Factors<T>::UNSCALED_UNIT : Factors<T>::SCALED_UNIT;
+template <typename T, int N> constexpr float SUM_FACTOR = N == 1 ? Factors<T>::UNSCALED_SUM_FACTOR : Factors<T>::SCALED_SUM_FACTOR;
 
 // Multiplies the weights of one column tile by 8 · N rows of x or h in shared memory, and adds the products to `sums`.
 // `x_low` and `x_high` are this lane's ldmatrix row addresses for the first and second block of 32 columns.
@@ -130,13 +130,13 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
     }
 }
 
-// Multiplies the sums of a row pair by UNIT, adds the biases, applies the clamped SwiGLU (gate_up only), and stores the
-// results.
+// Multiplies the sums of a row pair by SUM_FACTOR, adds the biases, applies the clamped SwiGLU (gate_up only), and
+// stores the results.
 template <typename T, bool GATE_UP, int N>
 __device__ __forceinline__ void store_row_pair(const Output<T>& output, int rows, const OutputTile& tile, int row_pair,
                                                Sums<N>& sums) {
 #pragma unroll
-    for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] *= UNIT<T, N>;
+    for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] *= SUM_FACTOR<T, N>;
     const float2 bias[2] = {row_bias<T, GATE_UP>(output, rows, tile.expert, 2 * row_pair),
                             row_bias<T, GATE_UP>(output, rows, tile.expert, 2 * row_pair + 1)};
     const ResultStore<T, GATE_UP, 2> results(output, rows, tile, 2 * row_pair);

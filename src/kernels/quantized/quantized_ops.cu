@@ -15,7 +15,7 @@
 //   grid: (at most one block per multiprocessor, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
 //   bytes moved: the size of W once per token
-// Each warp multiplies two rows of W at a time: one unit of the `QuantizedStream`.
+// Each warp multiplies two rows of W at a time: one strip of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
                        int stride, int pairs_per_x, QuantizationArgs quantization) {
@@ -25,7 +25,7 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
     const QuantizedInput input(vector, weights, groups);
     const int last = weights.row_ends[0] - rows;  // with ids: the first row of the last expert
     const int first = ids ? (int)min((uint64_t)ids[blockIdx.y] * rows, (uint64_t)last) : 0;
-    const auto row = [=](int unit, int r, int& matrix) { return matrix = 0, first + min(2 * unit + r, rows - 1); };
+    const auto row = [=](int strip, int r, int& matrix) { return matrix = 0, first + min(2 * strip + r, rows - 1); };
     QuantizedStream<2, 2, decltype(row)> stream(weights, groups, (rows + 1) / 2, row);
     x += (size_t)(blockIdx.y / pairs_per_x) * columns, y += (size_t)blockIdx.y * stride;
     const auto one = [=](int i) { return i < columns ? to_float(x[i]) : 0.0f; };
@@ -39,13 +39,13 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
         for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, one(i));
         scale = fill_quantized(input, quad, largest, 1.0f, quantization, scratch);
     }
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
         float sum[2];
         stream.multiply(input, sum);
         if (stream.lane != 0) continue;
-        y[2 * unit] = from_float<S>(sum[0] * scale);
-        if (2 * unit + 1 < rows) y[2 * unit + 1] = from_float<S>(sum[1] * scale);
+        y[2 * strip] = from_float<S>(sum[0] * scale);
+        if (2 * strip + 1 < rows) y[2 * strip + 1] = from_float<S>(sum[1] * scale);
     }
 }
 

@@ -67,53 +67,54 @@ struct ContiguousRows {
     __device__ __forceinline__ int scale_row(int row, int) const { return row; }
 };
 
-// Multiplies the rows of a stack by an input vector. A *unit* is ROWS rows, which must have the same format.
-// Each warp processes one unit at a time. The warps of the grid take units in round-robin order.
+// Multiplies the rows of a stack by an input vector. A *strip* is ROWS rows, which must have the same format.
+// Each warp processes one strip at a time. The warps of the grid take strips in round-robin order.
 // Each lane has up to DEPTH groups of each row in flight.
-// Near the end of a unit, a lane already loads the first groups of the next unit, if both units have the same format.
-// `locate(u, r, matrix)` finds row r of unit u: it sets `matrix` to the index of the matrix that contains the row, and
+// Near the end of a strip, a lane already loads the first groups of the next strip, if both strips have the same
+// format.
+// `locate(s, r, matrix)` finds row r of strip s: it sets `matrix` to the index of the matrix that contains the row, and
 // returns the index of the row in this matrix.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
-    struct UnitRows {
+    struct StripRows {
         int row[ROWS], matrix[ROWS];
     };
     const QuantizedStack& weights;
     const Locate locate;
     const Layout layout;
-    const int groups, units, stride, lane;
-    int unit;
-    UnitRows rows;
+    const int groups, strips, stride, lane;
+    int strip;
+    StripRows rows;
     RawGroup loaded[DEPTH][ROWS];
 
-    __device__ __forceinline__ QuantizedStream(const QuantizedStack& weights, int groups, int units, Locate locate)
-        : QuantizedStream(weights, groups, units, locate, ContiguousRows{groups}) {}
+    __device__ __forceinline__ QuantizedStream(const QuantizedStack& weights, int groups, int strips, Locate locate)
+        : QuantizedStream(weights, groups, strips, locate, ContiguousRows{groups}) {}
 
-    __device__ __forceinline__ QuantizedStream(const QuantizedStack& weights, int groups, int units, Locate locate,
+    __device__ __forceinline__ QuantizedStream(const QuantizedStack& weights, int groups, int strips, Locate locate,
                                                Layout layout)
         : weights(weights),
           locate(locate),
           layout(layout),
           groups(groups),
-          units(units),
+          strips(strips),
           stride(gridDim.x * (blockDim.x / 32)),
           lane(threadIdx.x % 32),
-          unit(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) {
-        if (!has_unit()) return;
-        rows = unit_rows(unit);
+          strip(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) {
+        if (!has_strip()) return;
+        rows = strip_rows(strip);
         prefetch();
     }
 
-    __device__ __forceinline__ bool has_unit() const { return unit < units; }
+    __device__ __forceinline__ bool has_strip() const { return strip < strips; }
 
-    __device__ __forceinline__ UnitRows unit_rows(int unit) const {
-        UnitRows rows;
+    __device__ __forceinline__ StripRows strip_rows(int strip) const {
+        StripRows rows;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) rows.row[r] = locate(unit, r, rows.matrix[r]);
+        for (int r = 0; r < ROWS; ++r) rows.row[r] = locate(strip, r, rows.matrix[r]);
         return rows;
     }
 
     template <int F>
-    __device__ __forceinline__ void load_groups(RawGroup (&raw)[ROWS], const UnitRows& from, int group) const {
+    __device__ __forceinline__ void load_groups(RawGroup (&raw)[ROWS], const StripRows& from, int group) const {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const QuantizedMatrix& matrix = weights.matrices[from.matrix[r]];
@@ -147,20 +148,20 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         });
     }
 
-    // Computes the dot product of `x` and each row of the current unit, and advances to the next unit.
+    // Computes the dot product of `x` and each row of the current strip, and advances to the next strip.
     // All lanes receive the dot products.
     __device__ __forceinline__ void multiply(const QuantizedInput& x, float (&sum)[ROWS]) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;
-        unit += stride;
-        const UnitRows next = has_unit() ? unit_rows(unit) : rows;
+        strip += stride;
+        const StripRows next = has_strip() ? strip_rows(strip) : rows;
         const int current = weights.matrices[rows.matrix[0]].format;
-        const bool same_format = has_unit() && weights.matrices[next.matrix[0]].format == current;
+        const bool same_format = has_strip() && weights.matrices[next.matrix[0]].format == current;
         with_format(current, [&](auto format) {
             constexpr int F = decltype(format)::value;
             for (int base = lane; base - lane < groups; base += 32 * DEPTH) {
                 const bool is_last = base - lane + 32 * DEPTH >= groups;
-                const UnitRows from = is_last ? next : rows;
+                const StripRows from = is_last ? next : rows;
 #pragma unroll
                 for (int d = 0; d < DEPTH; ++d) {
                     const int group = base + 32 * d, ahead = is_last ? lane + 32 * d : group + 32 * DEPTH;
@@ -177,7 +178,7 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
             }
         });
         rows = next;
-        if (has_unit() && !same_format) prefetch();
+        if (has_strip() && !same_format) prefetch();
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) sum[r] = warp_sum(sum[r]);
     }
