@@ -220,9 +220,9 @@ pub const EXPERT_GEMM_THREADS: usize = 128;
 
 /// Weight rows per output tile in grouped_gemm. A thread block computes one output tile.
 pub const GROUPED_GEMM_ROWS: usize = 128;
-/// Columns per step of grouped_gemm: 128 bytes of each row.
+/// Columns per K step of grouped_gemm: 128 bytes of each row.
 pub const GROUPED_GEMM_COLUMNS: usize = 64;
-/// Pipeline stages of grouped_gemm: the number of steps whose tiles are in shared memory at once.
+/// Pipeline stages of grouped_gemm: the number of K steps whose tiles are in shared memory at once.
 pub const GROUPED_GEMM_STAGES: usize = 3;
 /// Threads per block in grouped_gemm: eight warps that divide the output tile.
 pub const GROUPED_GEMM_THREADS: usize = 256;
@@ -235,7 +235,7 @@ pub const GROUPED_GEMM_THREADS: usize = 256;
 /// The number of 16-row weight tiles per output tile in `moe/expert_product_mma.cuh`.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
 /// Pipeline stages in `moe/expert_product_mma.cuh`.
-/// Shared memory holds the tiles of this number of steps at once.
+/// Shared memory holds the tiles of this number of K steps at once.
 pub const EXPERT_MMA_STAGES: usize = 4;
 /// Threads per block in `moe/expert_product_mma.cuh`.
 pub const EXPERT_MMA_THREADS: usize = 256;
@@ -251,20 +251,20 @@ pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
 pub const EXPERT_WIDE_PAIRS: usize = 160;
 /// Stages of the ring buffer for wide tiles.
 pub const EXPERT_WIDE_STAGES: usize = 4;
-/// Steps of 64 columns per stage for wide tiles.
-pub const EXPERT_WIDE_STEPS: usize = 2;
+/// K steps of 64 columns per stage for wide tiles.
+pub const EXPERT_WIDE_K_STEPS: usize = 2;
 /// The maximum number of (token, expert) pairs in a narrow tile.
 pub const EXPERT_NARROW_PAIRS: usize = 96;
 /// Stages of the ring buffer for narrow tiles.
 pub const EXPERT_NARROW_STAGES: usize = 5;
-/// Steps of 64 columns per stage for narrow tiles.
-pub const EXPERT_NARROW_STEPS: usize = 2;
+/// K steps of 64 columns per stage for narrow tiles.
+pub const EXPERT_NARROW_K_STEPS: usize = 2;
 /// The maximum number of (token, expert) pairs in a slim tile.
 pub const EXPERT_SLIM_PAIRS: usize = 32;
 /// Stages of the ring buffer for slim tiles.
 pub const EXPERT_SLIM_STAGES: usize = 3;
-/// Steps of 64 columns per stage for slim tiles.
-pub const EXPERT_SLIM_STEPS: usize = 3;
+/// K steps of 64 columns per stage for slim tiles.
+pub const EXPERT_SLIM_K_STEPS: usize = 3;
 
 // Matrix products with MXFP4 tiles and few pairs per expert (`moe/expert_few_pairs.rs`, `moe/expert_few_pairs.cu`).
 
@@ -272,7 +272,7 @@ pub const EXPERT_SLIM_STEPS: usize = 3;
 pub const EXPERT_FEW_PAIRS_THREADS: usize = 512;
 /// Column tiles whose weights a warp of an expert_few_pairs kernel holds in registers at once.
 /// The number of column tiles of an expert matrix must be a multiple of this. gpt-oss has 45 (2880 columns).
-pub const EXPERT_FEW_PAIRS_STEPS: usize = 3;
+pub const EXPERT_FEW_PAIRS_K_STEPS: usize = 3;
 
 // Quantized matrices (`quantized/mod.rs`, `quantized/format.cuh`).
 
@@ -285,10 +285,10 @@ pub const QUANTIZED_WARPS: usize = 16;
 pub const QUANTIZED_ROW_THREADS: usize = 256;
 /// Threads per block in products of quantized matrices with few tokens (`quantized/quantized_few_tokens.rs`).
 pub const QUANTIZED_FEW_TOKENS_THREADS: usize = 256;
-/// Columns per step in products of quantized matrices with few tokens.
+/// Columns per K step in products of quantized matrices with few tokens.
 pub const QUANTIZED_FEW_TOKENS_COLUMNS: usize = 128;
 /// Pipeline stages in products of quantized matrices with few tokens.
-/// Shared memory holds the inputs of this number of steps at once.
+/// Shared memory holds the inputs of this number of K steps at once.
 pub const QUANTIZED_FEW_TOKENS_STAGES: usize = 4;
 /// Counters of finished thread blocks in products of quantized matrices with few tokens.
 /// A launch must not have more thread blocks than there are counters.

@@ -44,12 +44,13 @@ template <int TOKENS> struct Ring {
     static constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
 };
 
-// The position of a copy in the tiles of a block: step `step` of tile `tile`, where each tile has `steps` steps.
+// The position of a copy in the tiles of a block: K step `k_step` of tile `tile`, where each tile has `k_steps` K
+// steps.
 struct Position {
-    int steps, tile = 0, step = 0;
-    __device__ __forceinline__ explicit Position(int steps) : steps(steps) {}
+    int k_steps, tile = 0, k_step = 0;
+    __device__ __forceinline__ explicit Position(int k_steps) : k_steps(k_steps) {}
     __device__ __forceinline__ void next() {
-        if (++step == steps) step = 0, ++tile;
+        if (++k_step == k_steps) k_step = 0, ++tile;
     }
 };
 
@@ -66,11 +67,11 @@ template <int TOKENS, bool GATED> struct Copies {
     const TensorMap &w, &x;
     const uint32_t ring;
     uint64_t* const full;  // the barriers of the stages
-    const int first_step, tile_rows;
+    const int first_k_step, tile_rows;
 
     __device__ __forceinline__ void copy_w(const Position& p, int stage) const {
         const uint32_t to = ring + stage * Ring<TOKENS>::STAGE_BYTES, barrier = shared_address(&full[stage]);
-        const int x = (first_step + p.step) * ROW_BYTES, row = first_row_of(p.tile, tile_rows);
+        const int x = (first_k_step + p.k_step) * ROW_BYTES, row = first_row_of(p.tile, tile_rows);
         barrier_expect(barrier, ((GATED ? 2 : 1) * tile_rows + TOKENS) * ROW_BYTES);
         if constexpr (GATED)
             copy_tensor(to, w, x, 0, 0, row / 8, barrier);
@@ -79,7 +80,7 @@ template <int TOKENS, bool GATED> struct Copies {
     }
     __device__ __forceinline__ void copy_x(const Position& p, int stage) const {
         const uint32_t to = ring + stage * Ring<TOKENS>::STAGE_BYTES + Ring<TOKENS>::W_BYTES;
-        copy_tensor(to, x, (first_step + p.step) * ROW_BYTES, 0, 0, shared_address(&full[stage]));
+        copy_tensor(to, x, (first_k_step + p.k_step) * ROW_BYTES, 0, 0, shared_address(&full[stage]));
     }
 };
 
@@ -93,15 +94,15 @@ struct KindArguments {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Computes the products of a tile with all tokens, in the layout of wgmma results.
-// `stage` is the ring buffer's stage of the next step, and `parity` is the parity of its barrier in `full`.
-// While the products of one step run, the products of the next step are queued.
+// `stage` is the ring buffer's stage of the next K step, and `parity` is the parity of its barrier in `full`.
+// While the products of one K step run, the products of the next K step are queued.
 template <typename T, int TOKENS>
 __device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], uint32_t ring, uint64_t* full, uint64_t* empty,
-                                              int steps, int& stage, int& parity, int warp, int lane) {
+                                              int k_steps, int& stage, int& parity, int warp, int lane) {
     int previous = -1;
     // If this loop were unrolled, the compiler would insert a wait after each product.
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int k_step = 0; k_step < k_steps; ++k_step) {
         barrier_wait(shared_address(&full[stage]), parity);
         const uint32_t at = ring + stage * Ring<TOKENS>::STAGE_BYTES;
         const uint64_t a = wgmma_descriptor(at + warp / 4 * WARPGROUP_ROWS * ROW_BYTES);
@@ -196,15 +197,15 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
     const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int term = blockIdx.x, terms = gridDim.x;
-    const int all_steps = (columns + COLUMNS - 1) / COLUMNS, first_step = all_steps * term / terms;
-    const int steps = all_steps * (term + 1) / terms - first_step;  // of each tile
+    const int all_k_steps = (columns + COLUMNS - 1) / COLUMNS, first_k_step = all_k_steps * term / terms;
+    const int k_steps = all_k_steps * (term + 1) / terms - first_k_step;  // of each tile
     // The number of tiles of this block.
     const int tiles = ((rows + tile_rows - 1) / tile_rows - 1 - blockIdx.y) / gridDim.y + 1;
 
     // 1. Copy. No running kernel writes w, so the first copies of w start before pdl_wait().
-    const Copies<TOKENS, GATED> copies = {w, x, ring, full, first_step, tile_rows};
-    const int all_copies = tiles * steps, early_copies = min(all_copies, STAGES);
-    Position next_w(steps), next_x(steps);
+    const Copies<TOKENS, GATED> copies = {w, x, ring, full, first_k_step, tile_rows};
+    const int all_copies = tiles * k_steps, early_copies = min(all_copies, STAGES);
+    Position next_w(k_steps), next_x(k_steps);
     if (warp == MULTIPLYING_WARPS && elect_lane()) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(shared_address(&full[stage]), 1);
@@ -240,7 +241,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     for (int tile = 0, stage = 0, parity = 0; tile < tiles; ++tile) {
         // 2. Multiply.
         float sums[TOKENS / 2] = {};
-        multiply_tile<T, TOKENS>(sums, ring, full, empty, steps, stage, parity, warp, lane);
+        multiply_tile<T, TOKENS>(sums, ring, full, empty, k_steps, stage, parity, warp, lane);
 
         // 3. Store. A store instruction of a warp writes 8 adjacent rows of each of four tokens.
         // Of the 16 rows that a warp multiplies, a lane has row lane / 4 and the row 8 rows below.

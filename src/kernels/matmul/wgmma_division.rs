@@ -24,12 +24,12 @@ impl Division {
     /// Chooses the division that minimizes the largest number of weights that any block reads.
     /// Each multiprocessor runs at most one block.
     pub fn of_matrix((rows, columns): (usize, usize), multiprocessors: usize, limits: DivisionLimits) -> Self {
-        let (tiles, steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
+        let (tiles, k_steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
         let divide = |terms: usize| {
             let blocks = multiprocessors / terms;
             let tiles_per_block = tiles.div_ceil(blocks);
             let tile_rows = rows.div_ceil(blocks * tiles_per_block).next_multiple_of(limits.row_multiple);
-            (tiles_per_block * tile_rows * steps.div_ceil(terms), Self { terms, tile_rows })
+            (tiles_per_block * tile_rows * k_steps.div_ceil(terms), Self { terms, tile_rows })
         };
         // With several terms, each block has only one tile.
         let max_terms = limits.max_terms.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);

@@ -22,8 +22,8 @@
 #include "moe/mxfp4_tiles.cuh"
 
 constexpr int WARPS = EXPERT_FEW_PAIRS_THREADS / 32;
-// A lane holds the weights of STEPS column tiles in registers, and multiplies one tile while the others are loading.
-constexpr int STEPS = EXPERT_FEW_PAIRS_STEPS;
+// A lane holds the weights of K_STEPS column tiles in registers, and multiplies one tile while the others are loading.
+constexpr int K_STEPS = EXPERT_FEW_PAIRS_K_STEPS;
 
 // The sizes of a product. `RawSizes` in expert_few_pairs.rs mirrors this struct.
 struct Sizes {
@@ -35,21 +35,21 @@ struct Sizes {
 };
 static_assert(sizeof(Sizes) == 24, "RawSizes in expert_few_pairs.rs has 24 bytes");
 
-// The matrix of one expert. `steps`, the number of column tiles, is a multiple of STEPS.
+// The matrix of one expert. `k_steps`, the number of column tiles, is a multiple of K_STEPS.
 struct Matrix {
     const uint8_t *blocks, *scales;
-    int row_tiles, steps;
+    int row_tiles, k_steps;
 };
 
-// The position of a lane in the weights. A group is STEPS column tiles.
+// The position of a lane in the weights. A group is K_STEPS column tiles.
 // `next` moves to the next group of the row pair, or from the last group to the first group of the next row pair.
 struct Cursor {
     const uint8_t *block, *scale;
-    int group, groups, steps;
+    int group, groups, k_steps;
 
     __device__ __forceinline__ Cursor(const Matrix& matrix, int row_pair, int group_, int lane)
-        : group(group_), groups(matrix.steps / STEPS), steps(matrix.steps) {
-        const size_t tile = (size_t)2 * row_pair * steps + group * STEPS;
+        : group(group_), groups(matrix.k_steps / K_STEPS), k_steps(matrix.k_steps) {
+        const size_t tile = (size_t)2 * row_pair * k_steps + group * K_STEPS;
         block = matrix.blocks + tile * MXFP4_TILE_BYTES + lane * 16;
         scale = matrix.scales + tile * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
     }
@@ -57,14 +57,14 @@ struct Cursor {
     __device__ __forceinline__ void load(int j, uint4 (&words)[2], uint32_t (&scales)[2]) const {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            const size_t tile = (size_t)m * steps;
+            const size_t tile = (size_t)m * k_steps;
             words[m] = __ldcs(reinterpret_cast<const uint4*>(block + (tile + j) * MXFP4_TILE_BYTES));
             scales[m] = __ldcs(reinterpret_cast<const uint32_t*>(scale + (tile + j) * MXFP4_TILE_SCALE_BYTES));
         }
     }
     __device__ __forceinline__ void next() {
-        int tiles = STEPS;
-        if (++group == groups) group = 0, tiles += steps;  // skip the second row tile
+        int tiles = K_STEPS;
+        if (++group == groups) group = 0, tiles += k_steps;  // skip the second row tile
         block += tiles * MXFP4_TILE_BYTES, scale += tiles * MXFP4_TILE_SCALE_BYTES;
     }
 };
@@ -165,7 +165,7 @@ template <int N> __device__ __forceinline__ void add_partial(Sums<N>& sums, cons
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x (gate_up) or h (down).
-// Stores the results. The rows of x or h are in shared memory at address `xs`: [steps][8 · N rows][128 bytes].
+// Stores the results. The rows of x or h are in shared memory at address `xs`: [k_steps][8 · N rows][128 bytes].
 // For down, `load_x` waits for the previous kernel and starts copying the rows of h.
 // For gate_up, the rows of x are already in shared memory, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
@@ -173,17 +173,17 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
                                                    const OutputTile& tile, int first, int last, uint32_t xs,
                                                    float4* partials, LoadX&& load_x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int groups = matrix.steps / STEPS, total = (last - first) * groups;
+    const int groups = matrix.k_steps / K_STEPS, total = (last - first) * groups;
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
     // 1. Load the first weights before `load_x`, which for down waits for the previous kernel.
-    uint4 words[STEPS][2];
-    uint32_t scales[STEPS][2];
+    uint4 words[K_STEPS][2];
+    uint32_t scales[K_STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);
     if (left > 0) {
 #pragma unroll
-        for (int j = 0; j < STEPS; ++j) cursor.load(j, words[j], scales[j]);
+        for (int j = 0; j < K_STEPS; ++j) cursor.load(j, words[j], scales[j]);
         cursor.next();
     }
     load_x();
@@ -191,20 +191,20 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     __syncthreads();
 
     // 2. Multiply one group of column tiles at a time.
-    constexpr int STEP_BYTES = N * 1024;
+    constexpr int K_STEP_BYTES = N * 1024;
     const uint32_t x_start = xs + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
-    uint32_t x = x_start + group * STEPS * STEP_BYTES;
+    uint32_t x = x_start + group * K_STEPS * K_STEP_BYTES;
     bool starts_here = group == 0, is_open = false;
     Sums<N> sums = {};
 #pragma unroll 1
     for (; left > 0; --left) {
 #pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
-            multiply<T, N>(sums, words[j], scales[j], x + j * STEP_BYTES, (x ^ 64) + j * STEP_BYTES);
+        for (int j = 0; j < K_STEPS; ++j) {
+            multiply<T, N>(sums, words[j], scales[j], x + j * K_STEP_BYTES, (x ^ 64) + j * K_STEP_BYTES);
             if (left > 1) cursor.load(j, words[j], scales[j]);
         }
         cursor.next();
-        x += STEPS * STEP_BYTES;
+        x += K_STEPS * K_STEP_BYTES;
         const bool ends_here = ++group == groups;
         if (!ends_here && left > 1) continue;
         if (!starts_here) {
@@ -232,8 +232,8 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
 // fragment order.
 template <typename T>
 __device__ __forceinline__ void load_x(const float* x, const Output<T>& output, const OutputTile& tile, int columns,
-                                       int steps, int chosen, int padded_pairs, unsigned char* shared) {
-    const int segments = steps * 8;
+                                       int k_steps, int chosen, int padded_pairs, unsigned char* shared) {
+    const int segments = k_steps * 8;
 #pragma unroll 2
     for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_PAIRS_THREADS) {
         const int row = i / segments, segment = i % segments;
@@ -246,11 +246,11 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& output, 
 
 // For down: starts copying the tile's rows of tiled h to shared memory.
 template <typename T>
-__device__ __forceinline__ void load_x(const T* h, const Output<T>& output, const OutputTile& tile, int, int steps, int,
-                                       int padded_pairs, unsigned char* shared) {
+__device__ __forceinline__ void load_x(const T* h, const Output<T>& output, const OutputTile& tile, int, int k_steps,
+                                       int, int padded_pairs, unsigned char* shared) {
     const uint4* from = reinterpret_cast<const uint4*>(h) + (size_t)tile.row * 8;
     const uint32_t to = shared_address(shared);
-    for (int i = threadIdx.x; i < steps * padded_pairs * 8; i += EXPERT_FEW_PAIRS_THREADS)
+    for (int i = threadIdx.x; i < k_steps * padded_pairs * 8; i += EXPERT_FEW_PAIRS_THREADS)
         copy_async(to + i * 16,
                    from + (size_t)(i / (padded_pairs * 8)) * output.tiled_rows * 8 + i % (padded_pairs * 8));
     commit_copies();
@@ -258,7 +258,7 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& output, cons
 
 // Computes gate_up or down for the pairs of all experts.
 //   grid: one block per multiprocessor; block: EXPERT_FEW_PAIRS_THREADS
-//   shared memory: x or h [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
+//   shared memory: x or h [k_steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
 //   bytes moved: an expert's weights once per tile of pairs; the output once; a tile's x or h once per block that has
 //     row pairs of the tile, mostly from L2
 template <typename T, bool GATE_UP, typename X>
@@ -266,9 +266,9 @@ __device__ void multiply_experts(const Weights& weights, const Output<T>& output
                                  const Sizes& sizes) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const int experts = sizes.experts, max_pairs = sizes.max_pairs;
-    const int row_tiles = (weights.rows + 15) / 16, steps = (weights.columns + STEP - 1) / STEP,
+    const int row_tiles = (weights.rows + 15) / 16, k_steps = (weights.columns + K_STEP - 1) / K_STEP,
               row_pairs = (weights.rows + 31) / 32;
-    float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
+    float4* const partials = reinterpret_cast<float4*>(shared + (size_t)k_steps * max_pairs * 128);
 
     // gate_up waits here for the kernel that writes `offsets` and `sorted`.
     // down starts only after this wait of gate_up, so down can read `offsets` and `sorted` without waiting.
@@ -291,18 +291,18 @@ __device__ void multiply_experts(const Weights& weights, const Output<T>& output
         const OutputTile tile = {item.expert, item.first + start, min(tile_pairs, item.pairs - start), item.row + start,
                                  0};
         next += last - first;
-        const size_t first_tile = (size_t)item.expert * row_tiles * steps;
+        const size_t first_tile = (size_t)item.expert * row_tiles * k_steps;
         const Matrix matrix = {weights.blocks + first_tile * MXFP4_TILE_BYTES,
-                               weights.scales + first_tile * MXFP4_TILE_SCALE_BYTES, row_tiles, steps};
+                               weights.scales + first_tile * MXFP4_TILE_SCALE_BYTES, row_tiles, k_steps};
         const uint32_t xs = shared_address(shared);
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
         // For gate_up, convert x before loading weights. Doing both at the same time would need too many registers.
-        if constexpr (GATE_UP) load_x<T>(x, output, tile, weights.columns, steps, sizes.chosen, padded_pairs, shared);
+        if constexpr (GATE_UP) load_x<T>(x, output, tile, weights.columns, k_steps, sizes.chosen, padded_pairs, shared);
         const auto load = [&] {
             if constexpr (!GATE_UP) {
                 pdl_wait();
-                load_x<T>(x, output, tile, weights.columns, steps, sizes.chosen, padded_pairs, shared);
+                load_x<T>(x, output, tile, weights.columns, k_steps, sizes.chosen, padded_pairs, shared);
             }
         };
         if (padded_pairs == 8)
@@ -320,7 +320,7 @@ __device__ void multiply_experts(const Weights& weights, const Output<T>& output
 //     sizes.rows = 2 · intermediate, sizes.columns = hidden
 //   down: tiled h, grouped weights, bias [experts, hidden] -> y [pairs, hidden]
 //     sizes.rows = hidden, sizes.columns = intermediate
-// `hidden` and `intermediate` are multiples of 64 · STEPS.
+// `hidden` and `intermediate` are multiples of 64 · K_STEPS.
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(EXPERT_FEW_PAIRS_THREADS, 1)                                          \
         expert_few_pairs_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const float* x, \

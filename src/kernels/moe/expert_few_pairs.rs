@@ -5,7 +5,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 
 use super::mxfp4_tiles::Mxfp4Tiles;
-use crate::kernels::constants::{EXPERT_FEW_PAIRS_STEPS, EXPERT_FEW_PAIRS_THREADS, MXFP4_TILE_COLUMNS};
+use crate::kernels::constants::{EXPERT_FEW_PAIRS_K_STEPS, EXPERT_FEW_PAIRS_THREADS, MXFP4_TILE_COLUMNS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
 
 /// Mirrors `Sizes` in `expert_few_pairs.cu`.
@@ -39,7 +39,7 @@ impl FewPairsKernel {
     pub fn choose(device: &CudaDevice, gate_up: &Mxfp4Tiles) -> Result<Option<Self>> {
         let (_, gate_up_rows, hidden) = gate_up.dims();
         let intermediate = gate_up_rows / 2;
-        let group_columns = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_STEPS;
+        let group_columns = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_K_STEPS;
         let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(group_columns);
         if !is_supported(hidden) || !is_supported(intermediate) {
             return Ok(None);

@@ -31,12 +31,12 @@ template <typename T>
 __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int tokens, int columns, int tiled_rows,
                               int chosen) {
     const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    const int first = 32 * blockIdx.y, step = 32 * gridDim.y, segments = (columns + 63) / 64 * 8;
+    const int first = 32 * blockIdx.y, stride = 32 * gridDim.y, segments = (columns + 63) / 64 * 8;
     const float2* from = reinterpret_cast<const float2*>(x) + (size_t)min(token, tokens - 1) * (columns / 2);
     constexpr int HELD = 2;  // segments per lane that are loaded before the wait
     uint4 held[HELD];
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) held[h] = fragment_segment<T>(from, first + h * step + lane, columns);
+    for (int h = 0; h < HELD; ++h) held[h] = fragment_segment<T>(from, first + h * stride + lane, columns);
     pdl_wait();
     pdl_launch_dependents();
     if (token >= tokens) return;
@@ -49,9 +49,9 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
         }
     };
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) store(first + h * step + lane, held[h]);
+    for (int h = 0; h < HELD; ++h) store(first + h * stride + lane, held[h]);
 #pragma unroll 3
-    for (int base = first + HELD * step; base < segments; base += step)
+    for (int base = first + HELD * stride; base < segments; base += stride)
         store(base + lane, fragment_segment<T>(from, base + lane, columns));
 }
 

@@ -24,26 +24,28 @@ template <int PAIRS_> struct MmaShape {
 template <typename S> struct MmaStages {
     unsigned char* base;
     uint32_t address;
-    __device__ __forceinline__ uint32_t x(int step) const { return address + step % S::STAGES * S::X_BYTES; }
-    __device__ __forceinline__ int weights_offset(int step) const {
-        return S::STAGES * S::X_BYTES + step % S::STAGES * S::W_BYTES;
+    __device__ __forceinline__ uint32_t x(int k_step) const { return address + k_step % S::STAGES * S::X_BYTES; }
+    __device__ __forceinline__ int weights_offset(int k_step) const {
+        return S::STAGES * S::X_BYTES + k_step % S::STAGES * S::W_BYTES;
     }
-    __device__ __forceinline__ uint32_t weights(int step) const { return address + weights_offset(step); }
-    __device__ __forceinline__ const unsigned char* weight_bytes(int step) const { return base + weights_offset(step); }
+    __device__ __forceinline__ uint32_t weights(int k_step) const { return address + weights_offset(k_step); }
+    __device__ __forceinline__ const unsigned char* weight_bytes(int k_step) const {
+        return base + weights_offset(k_step);
+    }
 };
 
-// Starts copying one step of a tile: 64 columns of x and of the weights.
+// Starts copying one K step of a tile: 64 columns of x and of the weights.
 // Does not fill the part of the stage past the last pair or weight tile.
 // Whatever that part of the stage contains affects only results that are not stored.
 template <typename S, typename T>
-__device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& weights, const Output<T>& output,
-                                          const T* x, const OutputTile& tile, int step) {
+__device__ __forceinline__ void load_k_step(const MmaStages<S>& stages, const Weights& weights, const Output<T>& output,
+                                            const T* x, const OutputTile& tile, int k_step) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int row_tiles = (weights.rows + 15) / 16, steps = (weights.columns + STEP - 1) / STEP;
+    const int row_tiles = (weights.rows + 15) / 16, k_steps = (weights.columns + K_STEP - 1) / K_STEP;
     const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, S::BLOCK_ROW_TILES);
-    const uint4* x_from = reinterpret_cast<const uint4*>(x) + ((size_t)step * output.tiled_rows + tile.row) * 8;
-    const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * steps + step;
-    const uint32_t to_x = stages.x(step), to_w = stages.weights(step);
+    const uint4* x_from = reinterpret_cast<const uint4*>(x) + ((size_t)k_step * output.tiled_rows + tile.row) * 8;
+    const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * k_steps + k_step;
+    const uint32_t to_x = stages.x(k_step), to_w = stages.weights(k_step);
 #pragma unroll
     for (int i = 0; i < S::X_BYTES / 16 / EXPERT_MMA_THREADS; ++i) {
         const int segment = threadIdx.x + i * EXPERT_MMA_THREADS;
@@ -52,22 +54,22 @@ __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weig
 #pragma unroll
     for (int i = 0; i < S::BLOCK_ROW_TILES / S::WARPS; ++i) {
         const int row_tile = warp + i * S::WARPS;
-        const uint8_t* from = weights.blocks + (first_tile + row_tile * steps) * MXFP4_TILE_BYTES;
+        const uint8_t* from = weights.blocks + (first_tile + row_tile * k_steps) * MXFP4_TILE_BYTES;
         if (row_tile < tiles) copy_async(to_w + row_tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
     }
     const int row_tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
-    const uint8_t* from = weights.scales + (first_tile + row_tile * steps) * MXFP4_TILE_SCALE_BYTES;
+    const uint8_t* from = weights.scales + (first_tile + row_tile * k_steps) * MXFP4_TILE_SCALE_BYTES;
     if (row_tile < tiles) copy_async(to_w + S::WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
 }
 
-// Adds the products of this warp's weight rows and this warp's pairs to `sum`, for one step (64 columns).
+// Adds the products of this warp's weight rows and this warp's pairs to `sum`, for one K step (64 columns).
 template <typename S, typename T>
-__device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const MmaStages<S>& stages,
-                                              const OutputTile& tile, int step) {
+__device__ __forceinline__ void multiply_k_step(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const MmaStages<S>& stages,
+                                                const OutputTile& tile, int k_step) {
     constexpr int ROW_TILES = S::ROW_TILES, COLUMN_WARPS = S::COLUMN_WARPS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-    const unsigned char* weights = stages.weight_bytes(step);
-    const uint32_t x = stages.x(step) + lane % 8 * 128;
+    const unsigned char* weights = stages.weight_bytes(k_step);
+    const uint32_t x = stages.x(k_step) + lane % 8 * 128;
     uint4 words[ROW_TILES];
     uint32_t factors[ROW_TILES][2];
 #pragma unroll
@@ -137,7 +139,7 @@ __device__ void expert_product(const Weights& weights, const Output<T>& output, 
                                int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const MmaStages<S> stages = {shared, shared_address(shared)};
-    const int steps = (weights.columns + STEP - 1) / STEP;
+    const int k_steps = (weights.columns + K_STEP - 1) / K_STEP;
     pdl_wait();
     pdl_launch_dependents();
 
@@ -146,17 +148,17 @@ __device__ void expert_product(const Weights& weights, const Output<T>& output, 
         return find_tile<S::BLOCK_ROW_TILES, GATE_UP>(offsets, experts, weights.rows, S::PAIRS, number, tile);
     };
     for (int number = blockIdx.x; next_tile(number); number += gridDim.x) {
-        const auto load = [&](int step) {
-            if (step < steps) load_step<S, T>(stages, weights, output, x, tile, step);
+        const auto load = [&](int k_step) {
+            if (k_step < k_steps) load_k_step<S, T>(stages, weights, output, x, tile, k_step);
             commit_copies();
         };
         for (int s = 0; s < S::STAGES - 1; ++s) load(s);
         float sum[S::ROW_TILES][S::COLUMNS][4] = {};
-        for (int step = 0; step < steps; ++step) {
+        for (int k_step = 0; k_step < k_steps; ++k_step) {
             wait_for_copies<S::STAGES - 2>();
             __syncthreads();
-            load(step + S::STAGES - 1);
-            multiply_step<S, T>(sum, stages, tile, step);
+            load(k_step + S::STAGES - 1);
+            multiply_k_step<S, T>(sum, stages, tile, k_step);
         }
         store_tile<S, T, GATE_UP>(sum, weights, output, tile);
         __syncthreads();  // slower warps may still read the data that the next tile overwrites

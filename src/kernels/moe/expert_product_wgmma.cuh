@@ -3,7 +3,7 @@
 // A pair is a token and one of its chosen experts.
 // `x` is the input of the product: tiled x for gate_up, tiled h for down.
 //
-// Three of a block's four warpgroups multiply. The fourth copies the data of the next steps to a ring buffer.
+// Three of a block's four warpgroups multiply. The fourth copies the data of the next K steps to a ring buffer.
 #pragma once
 #include "headers/barrier.cuh"
 #include "headers/bulk_copy.cuh"
@@ -25,32 +25,32 @@ struct MappedWeights {
 // While one of the three warpgroups waits for its products, another one can unpack weights.
 // A fourth multiplying warpgroup would need more registers than a multiprocessor has.
 // The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 192.
-// A stage of the ring buffer holds STEPS steps. In a stage, the weight tiles of the same rows are adjacent.
-// If a tile has at most UNROLL_PAIRS pairs, the loop over the steps of a full stage is unrolled.
+// A stage of the ring buffer holds K_STEPS K steps. In a stage, the weight tiles of the same rows are adjacent.
+// If a tile has at most UNROLL_PAIRS pairs, the loop over the K steps of a full stage is unrolled.
 // BLOCKS is the number of thread blocks that fit on a multiprocessor.
 // If TAKES_TURNS is true, the warpgroups store their results in turns (see Turns).
-template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_, bool TAKES_TURNS_> struct WgmmaShape {
+template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int K_STEPS_, int BLOCKS_, bool TAKES_TURNS_> struct WgmmaShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_;
-    static constexpr int STAGES = STAGES_, STEPS = STEPS_, BLOCKS = BLOCKS_;
+    static constexpr int STAGES = STAGES_, K_STEPS = K_STEPS_, BLOCKS = BLOCKS_;
     static constexpr bool TAKES_TURNS = TAKES_TURNS_;
     // Registers per thread in the copying warpgroup and in the multiplying warpgroups.
     static constexpr int COPY_REGISTERS = BLOCKS == 1 ? 32 : 24, REGISTERS = BLOCKS == 1 ? 160 : 72;
-    // Bytes of x per step, and bytes of weights and scales per row tile and stage.
-    static constexpr int STEP_X_BYTES = PAIRS * 128;
-    static constexpr int TILE_BYTES = STEPS * MXFP4_TILE_BYTES, TILE_SCALE_BYTES = STEPS * MXFP4_TILE_SCALE_BYTES;
+    // Bytes of x per K step, and bytes of weights and scales per row tile and stage.
+    static constexpr int K_STEP_X_BYTES = PAIRS * 128;
+    static constexpr int TILE_BYTES = K_STEPS * MXFP4_TILE_BYTES, TILE_SCALE_BYTES = K_STEPS * MXFP4_TILE_SCALE_BYTES;
     // Bytes of x, weights and scales per stage.
-    static constexpr int X_BYTES = STEPS * STEP_X_BYTES, WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_BYTES;
+    static constexpr int X_BYTES = K_STEPS * K_STEP_X_BYTES, WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_BYTES;
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_SCALE_BYTES;
 };
 // The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
-using Wide = WgmmaShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1, true>;
-// The shape for a medium number of pairs per expert. Narrow tiles leave room for more steps in the ring buffer, and the
-// loop over the steps of a stage is unrolled.
+using Wide = WgmmaShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_K_STEPS, 1, true>;
+// The shape for a medium number of pairs per expert. Narrow tiles leave room for more K steps in the ring buffer, and
+// the loop over the K steps of a stage is unrolled.
 using Narrow =
-    WgmmaShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1, false>;
+    WgmmaShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_K_STEPS, 1, false>;
 // The shape for few pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
-using Slim = WgmmaShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, 2, false>;
+using Slim = WgmmaShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_K_STEPS, 2, false>;
 
 // In code for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
@@ -65,7 +65,7 @@ template <typename S> struct Stage {
     static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
     static constexpr int BYTES = (TILE + EXPERT_WGMMA_TILE_BYTES + 1023) / 1024 * 1024;
     // wgmma requires x at a multiple of 1024, and copy_tensor requires weights and scales at multiples of 128.
-    static_assert(S::STEP_X_BYTES % 1024 == 0 && WEIGHTS % 128 == 0 && SCALES % 128 == 0);
+    static_assert(S::K_STEP_X_BYTES % 1024 == 0 && WEIGHTS % 128 == 0 && SCALES % 128 == 0);
 };
 static_assert(sizeof(OutputTile) == EXPERT_WGMMA_TILE_BYTES);
 
@@ -140,7 +140,8 @@ public:
 };
 
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
-// Except with wide tiles, unpacking the weights limits the speed, so every instruction in the loops over steps matters.
+// Except with wide tiles, unpacking the weights limits the speed, so every instruction in the loops over K steps
+// matters.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, const MappedWeights& weights,
                                         const Output<T>& output, const OutputTile& tile) {
@@ -158,17 +159,17 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
             held[j] = output.sorted[tile.first_pair + min(32 * j + lane, tile.pairs - 1)];
     }
 
-    // 2. Multiply all steps.
+    // 2. Multiply all K steps.
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
     uint32_t a[2][4];       // the weights of two MMAs with K = 16: one MMA runs while the other's weights are unpacked
     uint32_t previous = 0;  // the address of the previous stage of this tile, or 0
-    const auto multiply = [&](int step) __attribute__((always_inline)) {
-        const uint4 words = load_shared_16(cursor.stage + words_at + step * MXFP4_TILE_BYTES);
+    const auto multiply = [&](int k_step) __attribute__((always_inline)) {
+        const uint4 words = load_shared_16(cursor.stage + words_at + k_step * MXFP4_TILE_BYTES);
         uint32_t factors[2];
-        scale_factors<T>(load_shared_4(cursor.stage + scales_at + step * MXFP4_TILE_SCALE_BYTES), factors);
-        const uint64_t b = cursor.x + step * (S::STEP_X_BYTES / 16);
+        scale_factors<T>(load_shared_4(cursor.stage + scales_at + k_step * MXFP4_TILE_SCALE_BYTES), factors);
+        const uint64_t b = cursor.x + k_step * (S::K_STEP_X_BYTES / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
@@ -181,25 +182,25 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
             wgmma_wait<1>();
             // Only the product above can still be unfinished.
             // If it is the first product of a stage, the previous stage can therefore be filled again.
-            if (k == 0 && step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
+            if (k == 0 && k_step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
-    int left = (weights.columns + STEP - 1) / STEP;  // the number of steps that are left
+    int left = (weights.columns + K_STEP - 1) / K_STEP;  // the number of K steps that are left
     if constexpr (N <= S::UNROLL_PAIRS) {
 #pragma unroll 1
-        for (; left >= S::STEPS; left -= S::STEPS) {
+        for (; left >= S::K_STEPS; left -= S::K_STEPS) {
             barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
 #pragma unroll
-            for (int step = 0; step < S::STEPS; ++step) multiply(step);
+            for (int k_step = 0; k_step < S::K_STEPS; ++k_step) multiply(k_step);
             previous = cursor.stage;
             cursor.next();
         }
     }
 #pragma unroll 1
-    for (; left > 0; left -= S::STEPS) {
+    for (; left > 0; left -= S::K_STEPS) {
         barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
 #pragma unroll 1
-        for (int step = 0; step < min(left, S::STEPS); ++step) multiply(step);
+        for (int k_step = 0; k_step < min(left, S::K_STEPS); ++k_step) multiply(k_step);
         previous = cursor.stage;
         cursor.next();
     }
@@ -242,23 +243,23 @@ __device__ __forceinline__ void init_barriers(uint32_t ring, const uint64_t (&tu
     __syncthreads();
 }
 
-// For every STEPS steps of each output tile of this thread block, waits for an empty stage, and then calls
-// `copy(tile, step)` in one lane, where `step` is the first of these steps. `copy` must arrive at FULL of the stage.
-// Returns when the stage after the last tile is empty.
+// For every K_STEPS K steps of each output tile of this thread block, waits for an empty stage, and then calls
+// `copy(tile, k_step)` in one lane, where `k_step` is the first of these K steps. `copy` must arrive at FULL of the
+// stage. Returns when the stage after the last tile is empty.
 //
 // elect_lane waits for all lanes, so every lane has seen that the stage is empty before one lane arrives at FULL.
 // Otherwise, the stage could become full and empty again before a slow lane checks EMPTY.
 // The slow lane would then miss a phase of EMPTY, and would wait forever.
 template <typename S, bool GATE_UP, typename Copy>
 __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const MappedWeights& weights,
-                                            const uint32_t* offsets, int experts, int steps, Copy&& copy) {
+                                            const uint32_t* offsets, int experts, int k_steps, Copy&& copy) {
     OutputTile tile;
     for (int number = blockIdx.x; find_tile<ROW_TILES, GATE_UP>(offsets, experts, weights.rows, S::PAIRS, number, tile);
          number += gridDim.x) {
 #pragma unroll 1
-        for (int step = 0; step < steps; step += S::STEPS) {
+        for (int k_step = 0; k_step < k_steps; k_step += S::K_STEPS) {
             barrier_wait(cursor.stage + Stage<S>::EMPTY, cursor.parity ^ 1);
-            if (elect_lane()) copy(tile, step);
+            if (elect_lane()) copy(tile, k_step);
             __syncwarp();
             cursor.next();
         }
@@ -283,20 +284,20 @@ template <typename S, typename T, bool GATE_UP>
 __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedWeights& weights,
                                            const Output<T>& output, const T* x, const uint32_t* offsets, int experts) {
     const int warp = warp_uniform((threadIdx.x - MULTIPLYING) / 32);
-    const int steps = (weights.columns + STEP - 1) / STEP;
+    const int k_steps = (weights.columns + K_STEP - 1) / K_STEP;
     if (warp == 0) {
         pdl_wait();
         pdl_launch_dependents();
         const size_t stride = (size_t)output.tiled_rows * 128;
-        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, steps, [&](const OutputTile& tile, int step) {
+        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, k_steps, [&](const OutputTile& tile, int k_step) {
             const uint32_t full = cursor.stage + Stage<S>::FULL;
-            const int count = min(S::STEPS, steps - step), bytes = (tile.pairs + 7) / 8 * 1024;
-            const char* from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128 + step * stride;
-            if (step == 0) store_tile_of_stage(cursor.stage + Stage<S>::TILE, tile);
+            const int count = min(S::K_STEPS, k_steps - k_step), bytes = (tile.pairs + 7) / 8 * 1024;
+            const char* from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128 + k_step * stride;
+            if (k_step == 0) store_tile_of_stage(cursor.stage + Stage<S>::TILE, tile);
             barrier_expect(full, count * bytes);
 #pragma unroll
-            for (int i = 0; i < S::STEPS; ++i)
-                if (i < count) copy_bulk(cursor.stage + i * S::STEP_X_BYTES, from + i * stride, bytes, full);
+            for (int i = 0; i < S::K_STEPS; ++i)
+                if (i < count) copy_bulk(cursor.stage + i * S::K_STEP_X_BYTES, from + i * stride, bytes, full);
         });
         // A tile without pairs tells the multiplying warpgroups to stop.
         if (elect_lane()) {
@@ -304,12 +305,12 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedW
             barrier_arrive(cursor.stage + Stage<S>::FULL);
         }
     } else if (warp == 1) {
-        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, steps, [&](const OutputTile& tile, int step) {
+        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, k_steps, [&](const OutputTile& tile, int k_step) {
             const uint32_t full = cursor.stage + Stage<S>::FULL;
             barrier_expect(full, S::WEIGHT_BYTES + S::SCALE_BYTES);
-            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, weights.blocks, step * MXFP4_TILE_BYTES, tile.row_tile,
+            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, weights.blocks, k_step * MXFP4_TILE_BYTES, tile.row_tile,
                         tile.expert, full);
-            copy_tensor(cursor.stage + Stage<S>::SCALES, weights.scales, step * MXFP4_TILE_SCALE_BYTES, tile.row_tile,
+            copy_tensor(cursor.stage + Stage<S>::SCALES, weights.scales, k_step * MXFP4_TILE_SCALE_BYTES, tile.row_tile,
                         tile.expert, full);
         });
         if (elect_lane()) barrier_arrive(cursor.stage + Stage<S>::FULL);

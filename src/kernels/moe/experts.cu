@@ -83,12 +83,12 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
 FOR_EACH_DTYPE(DEFINE_GEMV)
 
 // In expert_gemm, a thread block computes at most EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
-// Each of the four warps computes 32 × 32 results. Each step covers one MXFP4 block of 32 columns.
+// Each of the four warps computes 32 × 32 results. Each K step covers one MXFP4 block of 32 columns.
 //   grid: (ceil(rows / EXPERT_GEMM_ROWS), ceil(pairs / EXPERT_GEMM_PAIRS) + experts)
 //     A thread block past the last tile exits immediately.
 //   block: EXPERT_GEMM_THREADS
 //   bytes moved: an expert's weights once per tile of pairs
-constexpr int STEP = 32, STRIDE = STEP + 8, OUT_STRIDE = EXPERT_GEMM_ROWS + 4;
+constexpr int K_STEP = 32, STRIDE = K_STEP + 8, OUT_STRIDE = EXPERT_GEMM_ROWS + 4;
 
 template <typename T>
 __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
@@ -126,7 +126,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
-    // During the loop, the buffer holds the weights and the inputs of one step. After the loop, it holds the results.
+    // During the loop, the buffer holds the weights and the inputs of one K step. After the loop, it holds the results.
     __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * OUT_STRIDE * sizeof(float)];
     static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * STRIDE * sizeof(T));
     T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * STRIDE;
@@ -146,7 +146,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
         to[1] = source ? from[1] : make_uint4(0, 0, 0, 0);
         __syncthreads();
 #pragma unroll
-        for (int k = 0; k < STEP; k += 16) {
+        for (int k = 0; k < K_STEP; k += 16) {
             wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> a[2];
             wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major> b[2];
 #pragma unroll

@@ -35,7 +35,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     if (threadIdx.x < BM) pair_of[threadIdx.x] = sorted[item.first + first_pair + min((int)threadIdx.x, pairs - 1)];
     __syncthreads();
 
-    // In each step, this thread copies segment `segment` of the rows `row`, `row` + 32, ... of x and of the weights.
+    // In each K step, this thread copies segment `segment` of the rows `row`, `row` + 32, ... of x and of the weights.
     // Rows past the last pair or the last weight row become copies of the last row.
     const int segment = threadIdx.x % 8, row = threadIdx.x / 8;
     const T *x_rows[BM / 32], *w_rows[BN / 32];
@@ -48,21 +48,22 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
         w_rows[i] = weights + ((size_t)item.expert * rows + expert_row) * columns + 8 * segment;
     }
     const uint32_t base = shared_address(shared), thread_offset = row * ROW_BYTES + (segment ^ (row & 7)) * 16;
-    const int steps = (columns + BK - 1) / BK;
-    const auto load = [&](int step) {
-        if (step < steps) {
-            const uint32_t to = base + step % STAGES * STAGE_BYTES + thread_offset;
-            const bool valid = step * BK + 8 * segment < columns;
+    const int k_steps = (columns + BK - 1) / BK;
+    const auto load = [&](int k_step) {
+        if (k_step < k_steps) {
+            const uint32_t to = base + k_step % STAGES * STAGE_BYTES + thread_offset;
+            const bool valid = k_step * BK + 8 * segment < columns;
 #pragma unroll
-            for (int i = 0; i < BM / 32; ++i) copy_async_or_zero(to + i * 32 * ROW_BYTES, x_rows[i] + step * BK, valid);
+            for (int i = 0; i < BM / 32; ++i)
+                copy_async_or_zero(to + i * 32 * ROW_BYTES, x_rows[i] + k_step * BK, valid);
 #pragma unroll
             for (int i = 0; i < BN / 32; ++i)
-                copy_async_or_zero(to + (BM + i * 32) * ROW_BYTES, w_rows[i] + step * BK, valid);
+                copy_async_or_zero(to + (BM + i * 32) * ROW_BYTES, w_rows[i] + k_step * BK, valid);
         }
         commit_copies();
     };
 #pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int k_step = 0; k_step < STAGES - 1; ++k_step) load(k_step);
 
     float sums[2][TILES][4] = {};
     const int warp_pair = warp % WM * 32, warp_row = warp / WM * COLUMNS;
@@ -70,11 +71,11 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     // One ldmatrix loads 16 pairs × 16 columns of x, or 16 rows × 16 columns of the weights.
     const int x_row = warp_pair + lane % 16, x_segment = lane / 16;
     const int w_row = warp_row + lane % 8 + lane / 16 * 8, w_segment = lane / 8 % 2;
-    for (int step = 0; step < steps; ++step) {
+    for (int k_step = 0; k_step < k_steps; ++k_step) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();
-        load(step + STAGES - 1);
-        const uint32_t from_x = base + step % STAGES * STAGE_BYTES, from_w = from_x + BM * ROW_BYTES;
+        load(k_step + STAGES - 1);
+        const uint32_t from_x = base + k_step % STAGES * STAGE_BYTES, from_w = from_x + BM * ROW_BYTES;
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) {
             uint32_t a[2][4];

@@ -37,8 +37,8 @@
 #include "moe/e2m1.cuh"
 #include "moe/work_items.cuh"
 
-// The products process STEP columns at a time: the width of a weight tile, and 128 bytes of a row of x or h.
-constexpr int STEP = MXFP4_TILE_COLUMNS;
+// The products process K_STEP columns at a time: the width of a weight tile, and 128 bytes of a row of x or h.
+constexpr int K_STEP = MXFP4_TILE_COLUMNS;
 
 // The type of two packed values of type T.
 template <typename T> struct Pair;

@@ -7,9 +7,9 @@ use super::expert_few_pairs::FewPairsKernel;
 use super::mxfp4_tiles::Mxfp4Tiles;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
-    EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES,
-    EXPERT_NARROW_STEPS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, EXPERT_WGMMA_ROW_TILES,
-    EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES, EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS,
+    EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_K_STEPS, EXPERT_NARROW_PAIRS,
+    EXPERT_NARROW_STAGES, EXPERT_SLIM_K_STEPS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES,
+    EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES, EXPERT_WIDE_K_STEPS, EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES,
     MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors, runs_wgmma};
@@ -29,8 +29,8 @@ pub(super) enum ProductKernel {
     /// A kernel from `expert_few_pairs.cu`, for few pairs per expert.
     FewPairs(FewPairsKernel),
     /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name, such as `wide`.
-    /// `stage_steps` is the number of steps per stage of a wgmma kernel, and `None` for a kernel with mma.sync.
-    ManyPairs { name: &'static str, shape: LaunchShape, stage_steps: Option<usize> },
+    /// `stage_k_steps` is the number of K steps per stage of a wgmma kernel, and `None` for a kernel with mma.sync.
+    ManyPairs { name: &'static str, shape: LaunchShape, stage_k_steps: Option<usize> },
 }
 
 impl ProductKernel {
@@ -56,13 +56,13 @@ impl ProductKernel {
             name: tile.name,
             shape: LaunchShape::linear(tile.blocks * multiprocessors, EXPERT_WGMMA_THREADS)
                 .with_shared_bytes(tile.shared_bytes()),
-            stage_steps: Some(tile.stage_steps),
+            stage_k_steps: Some(tile.stage_k_steps),
         };
         let mma = |name, pairs, blocks| Self::ManyPairs {
             name,
             shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_MMA_THREADS)
                 .with_shared_bytes(mma_shared_bytes(pairs)),
-            stage_steps: None,
+            stage_k_steps: None,
         };
         Ok(match (runs_wgmma(device), pairs) {
             (true, pairs) if pairs <= 24 * experts => wgmma(SLIM),
@@ -78,8 +78,8 @@ impl ProductKernel {
     pub fn weight_arguments(self, tiles: &Mxfp4Tiles) -> Result<Arguments> {
         match self {
             // A box of a tensor map contains the tiles that the kernel copies for one stage of its ring buffer.
-            Self::ManyPairs { stage_steps: Some(steps), .. } => {
-                let [blocks, scales] = tiles.tensor_maps(EXPERT_WGMMA_ROW_TILES, steps)?;
+            Self::ManyPairs { stage_k_steps: Some(k_steps), .. } => {
+                let [blocks, scales] = tiles.tensor_maps(EXPERT_WGMMA_ROW_TILES, k_steps)?;
                 Ok(Arguments::new().value(blocks, [tiles.blocks()]).value(scales, [tiles.scales()]))
             }
             _ => Arguments::new().tensor(tiles.blocks())?.tensor(tiles.scales()),
@@ -117,7 +117,7 @@ struct WgmmaTile {
     /// Stages of the ring buffer.
     stages: usize,
     /// Steps of 64 columns per stage.
-    stage_steps: usize,
+    stage_k_steps: usize,
     /// Thread blocks per multiprocessor.
     blocks: usize,
 }
@@ -126,33 +126,33 @@ const SLIM: WgmmaTile = WgmmaTile {
     name: "slim",
     pairs: EXPERT_SLIM_PAIRS,
     stages: EXPERT_SLIM_STAGES,
-    stage_steps: EXPERT_SLIM_STEPS,
+    stage_k_steps: EXPERT_SLIM_K_STEPS,
     blocks: 2,
 };
 const NARROW: WgmmaTile = WgmmaTile {
     name: "narrow",
     pairs: EXPERT_NARROW_PAIRS,
     stages: EXPERT_NARROW_STAGES,
-    stage_steps: EXPERT_NARROW_STEPS,
+    stage_k_steps: EXPERT_NARROW_K_STEPS,
     blocks: 1,
 };
 const WIDE: WgmmaTile = WgmmaTile {
     name: "wide",
     pairs: EXPERT_WIDE_PAIRS,
     stages: EXPERT_WIDE_STAGES,
-    stage_steps: EXPERT_WIDE_STEPS,
+    stage_k_steps: EXPERT_WIDE_K_STEPS,
     blocks: 1,
 };
 
 impl WgmmaTile {
     /// Returns the size in bytes of the shared memory that the kernel needs.
     ///
-    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds `stage_steps` steps of 64 columns of x
-    /// or h and of the weights, two barriers and an `OutputTile`.
+    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds `stage_k_steps` K steps of 64 columns
+    /// of x or h and of the weights, two barriers and an `OutputTile`.
     /// The ring buffer and its stages are aligned to 1024 bytes.
     const fn shared_bytes(self) -> usize {
         let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
-        let stage_bytes = self.stage_steps * (self.pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;
+        let stage_bytes = self.stage_k_steps * (self.pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;
         self.stages * stage_bytes.next_multiple_of(1024) + 1024
     }
 }

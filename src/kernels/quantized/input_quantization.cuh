@@ -25,7 +25,7 @@ __device__ __forceinline__ float quantize_scaled(float v, int quantization) {
 // In static modes, the scale is `static_scale`. In per-token modes, it maps `largest` to 127.5 (int8) or 448 (E4M3).
 // Scales below F32_MIN_NORMAL are raised to F32_MIN_NORMAL. If `largest` is NaN or infinite, the scale is NaN.
 __device__ __forceinline__ float quantization_scale(float largest, int quantization, float static_scale) {
-    // Integers from -128 to 127 span 255 steps, so an int8 step is 2 · largest / 255.
+    // Integers from -128 to 127 span 255 intervals, so an interval is 2 · largest / 255.
     const float scale = quantization == QUANTIZATION_INT8_PER_TOKEN  ? largest / 127.5f
                         : quantization == QUANTIZATION_FP8_PER_TOKEN ? largest / E4M3_MAX
                                                                      : static_scale;

@@ -3,21 +3,21 @@
 // A warp loads weights directly into registers. It converts each weight to T once for all tokens of a tile.
 // With several tiles of tokens, the weights are loaded once per tile, from the L2 cache if they are still there.
 //
-// The work is divided into *steps* of ROWS weight rows (one tile) times STEP_COLUMNS columns.
-// The steps are divided evenly among the blocks of a tile of tokens, so a block can start or end inside a tile of rows.
-// If several blocks share a tile of rows, the last block to finish adds the sums of all these blocks, in block order.
-// The order of additions depends only on the sizes of the matrices and the number of blocks.
+// The work is divided into *K steps* of ROWS weight rows (one tile) times K_STEP_COLUMNS columns.
+// The K steps are divided evenly among the blocks of a tile of tokens, so a block can start or end inside a tile of
+// rows. If several blocks share a tile of rows, the last block to finish adds the sums of all these blocks, in block
+// order. The order of additions depends only on the sizes of the matrices and the number of blocks.
 //
-// In each step, lane l reads group t = l % 4 (columns 32t to 32t + 31 of the step) of its four weight rows.
-// MMA j of the step multiplies quad j of all four groups. A quad is four consecutive columns.
+// In each K step, lane l reads group t = l % 4 (columns 32t to 32t + 31 of the K step) of its four weight rows.
+// MMA j of the K step multiplies quad j of all four groups. A quad is four consecutive columns.
 // The order of the columns in an MMA does not matter, because weights and x use the same order.
 #include "headers/arrive.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
 #include "quantized/format.cuh"
 
-constexpr int STAGES = QUANTIZED_FEW_TOKENS_STAGES, STEP_COLUMNS = QUANTIZED_FEW_TOKENS_COLUMNS,
-              STEP_GROUPS = STEP_COLUMNS / 32;
+constexpr int STAGES = QUANTIZED_FEW_TOKENS_STAGES, K_STEP_COLUMNS = QUANTIZED_FEW_TOKENS_COLUMNS,
+              K_STEP_GROUPS = K_STEP_COLUMNS / 32;
 // Each warp multiplies a *row pair*: two 16-row MMA tiles (32 rows). ROWS is the number of weight rows per tile.
 constexpr int ROW_PAIRS = QUANTIZED_FEW_TOKENS_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
@@ -114,7 +114,7 @@ struct Product {
     int tokens, columns, stride;
 };
 
-// A range of steps in one matrix of the stack. The steps are numbered across all matrices.
+// A range of K steps in one matrix of the stack. The K steps are numbered across all matrices.
 // The tiles before `first_tile` and the rows before `first_row` belong to earlier matrices.
 struct Range {
     int matrix, first_tile, first_row, begin, end;
@@ -122,22 +122,22 @@ struct Range {
 
 // The part of a matrix product that one thread block computes, for one tile of N tokens.
 template <typename T, int N> struct Block {
-    static constexpr int TOKEN_TILES = N / 8, STAGE_BYTES = N * STEP_COLUMNS * 2;
+    static constexpr int TOKEN_TILES = N / 8, STAGE_BYTES = N * K_STEP_COLUMNS * 2;
     const QuantizedStack& weights;
     const Product& p;
     unsigned char* const shared;
-    const int groups, steps, total;  // groups per row, steps per tile of rows, steps of all tiles
+    const int groups, k_steps, total;  // groups per row, K steps per tile of rows, K steps of all tiles
     const int lane = threadIdx.x % 32, row_pair = threadIdx.x / 32;
     const int first_token = blockIdx.y * N;
 
-    // Starts copying one step of x for the N tokens of the tile, in the order in which lanes read it.
-    __device__ __forceinline__ void copy_x(int step, uint32_t stage) const {
+    // Starts copying one K step of x for the N tokens of the tile, in the order in which lanes read it.
+    __device__ __forceinline__ void copy_x(int k_step, uint32_t stage) const {
         constexpr int SEGMENTS = STAGE_BYTES / 16, THREADS = QUANTIZED_FEW_TOKENS_THREADS;
 #pragma unroll
         for (int k = 0; k < (SEGMENTS + THREADS - 1) / THREADS; ++k) {
             if (SEGMENTS < THREADS && threadIdx.x >= SEGMENTS) break;
             const int token = threadIdx.x / 16 + THREADS / 16 * k, segment = threadIdx.x % 16;
-            const int column = step * STEP_COLUMNS + segment * 8;
+            const int column = k_step * K_STEP_COLUMNS + segment * 8;
             const bool is_inside = column < p.columns && first_token + token < p.tokens;
             const T* x = static_cast<const T*>(p.x);
             const T* from = is_inside ? x + (size_t)(first_token + token) * p.columns + column : x;
@@ -146,7 +146,7 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the weights of one step by the inputs of N tokens, and adds the products to `sums`.
+    // Multiplies the weights of one K step by the inputs of N tokens, and adds the products to `sums`.
     template <int F>
     __device__ __forceinline__ void multiply(Sums<N>& sums, const RawGroup (&raw)[4], const unsigned char* x) const {
         const GroupScaling<T, F> s[4] = {GroupScaling<T, F>(raw[0]), GroupScaling<T, F>(raw[1]),
@@ -175,25 +175,25 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the weights of all steps in a range by the inputs of N tokens, and stores the sums (see finish).
+    // Multiplies the weights of all K steps in a range by the inputs of N tokens, and stores the sums (see finish).
     template <int F> __device__ __forceinline__ void run(const Range& range) const {
         const QuantizedMatrix matrix = weights.matrices[range.matrix];
         const uint32_t stages = shared_address(shared);
 
-        // 1. Start copying x for the first steps.
+        // 1. Start copying x for the first K steps.
         __syncthreads();  // slower warps may still read the last stages of the previous range
-        int copy_step = range.begin % steps, copies = range.end - range.begin;
+        int copy_k_step = range.begin % k_steps, copies = range.end - range.begin;
         const auto copy_next = [&](int stage) {
-            if (copies-- > 0) copy_x(copy_step, stages + stage * STAGE_BYTES);
+            if (copies-- > 0) copy_x(copy_k_step, stages + stage * STAGE_BYTES);
             commit_copies();
-            if (++copy_step == steps) copy_step = 0;
+            if (++copy_k_step == k_steps) copy_k_step = 0;
         };
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
 
-        // 2. Load the weights of the first step.
+        // 2. Load the weights of the first K step.
         // A lane loads one group of 32 columns from each of four rows of the row pair: lane / 4 + 8r, for r = 0 to 3.
-        int load_step = range.begin % steps, row = (range.begin / steps - range.first_tile) * ROWS;
+        int load_k_step = range.begin % k_steps, row = (range.begin / k_steps - range.first_tile) * ROWS;
         uint32_t first_group[4];
         const auto start_tile = [&] {
 #pragma unroll
@@ -204,41 +204,41 @@ template <typename T, int N> struct Block {
         RawGroup raw[4], next[4];
         const auto load_next = [&] {
             // Past the last group, x is zero. The lane then loads the row's last group again, whose products are zero.
-            const int group = min(load_step * STEP_GROUPS + lane % 4, groups - 1);
+            const int group = min(load_k_step * K_STEP_GROUPS + lane % 4, groups - 1);
 #pragma unroll
             for (int r = 0; r < 4; ++r) load_group<F>(next[r], matrix, first_group[r] + group);
-            if (++load_step == steps) load_step = 0, row += ROWS, start_tile();
+            if (++load_k_step == k_steps) load_k_step = 0, row += ROWS, start_tile();
         };
         load_next();
 
-        // 3. Multiply step by step, while the weights of the next step are being loaded.
+        // 3. Multiply one K step after another, while the weights of the next K step are being loaded.
         Sums<N> sums = {};
-        int stage = 0, first = range.begin, left = steps - range.begin % steps;
+        int stage = 0, first = range.begin, left = k_steps - range.begin % k_steps;
 #pragma unroll 1
-        for (int step = range.begin; step < range.end;) {
+        for (int k_step = range.begin; k_step < range.end;) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) raw[r] = next[r];
-            if (step + 1 < range.end) load_next();
+            if (k_step + 1 < range.end) load_next();
             wait_for_copies<STAGES - 2>();
             __syncthreads();
             copy_next((stage + STAGES - 1) % STAGES);
             multiply<F>(sums, raw, shared + stage * STAGE_BYTES);
             if (++stage == STAGES) stage = 0;
-            ++step;
-            if (--left > 0 && step < range.end) continue;
-            finish<F>(range, first, step, sums);
-            first = step, left = steps;
+            ++k_step;
+            if (--left > 0 && k_step < range.end) continue;
+            finish<F>(range, first, k_step, sums);
+            first = k_step, left = k_steps;
 #pragma unroll
             for (int i = 0; i < 2 * TOKEN_TILES * 4; ++i)
                 sums[i / (4 * TOKEN_TILES)][i / 4 % TOKEN_TILES][i % 4] = 0.0f;
         }
     }
 
-    // Stores the sums of steps `first` to `end` - 1, which belong to one tile of rows.
-    // If other blocks have steps of this tile, the last block to finish stores the sums of all blocks.
+    // Stores the sums of K steps `first` to `end` - 1, which belong to one tile of rows.
+    // If other blocks have K steps of this tile, the last block to finish stores the sums of all blocks.
     template <int F> __device__ void finish(const Range& range, int first, int end, Sums<N>& sums) const {
-        const int tile = first / steps;
-        if (end - first < steps && !add_sums_of_other_blocks(tile, sums)) return;
+        const int tile = first / k_steps;
+        if (end - first < k_steps && !add_sums_of_other_blocks(tile, sums)) return;
         store<F>(range, tile, sums);
     }
 
@@ -249,8 +249,8 @@ template <typename T, int N> struct Block {
         const auto vector = [&](int i) -> float4& {
             return *reinterpret_cast<float4*>(sums[i / TOKEN_TILES][i % TOKEN_TILES]);
         };
-        const auto block_of = [&](int step) { return (int)(((long long)gridDim.x * (step + 1) - 1) / total); };
-        const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
+        const auto block_of = [&](int k_step) { return (int)(((long long)gridDim.x * (k_step + 1) - 1) / total); };
+        const int first_block = block_of(tile * k_steps), last_block = block_of(tile * k_steps + k_steps - 1);
         // A block can share two tiles. Its sums of the tile that it starts are at index 1, and the others at index 0.
         const auto partial = [&](int block) {
             const size_t at = ((size_t)blockIdx.y * gridDim.x + block) * 2 + (block == first_block ? 1 : 0);
@@ -301,23 +301,23 @@ template <typename T, int N> struct Block {
 //   x_scales: f32 [tokens], or null for scales of 1
 //   y: f32 [tokens, stride]; only the first columns are written, one per row of W
 //   partials: f32 [ceil(tokens / N), grid.x, 2, ROWS, N], scratch memory
-//   grid: (at most the number of steps, ceil(tokens / N)); block: QUANTIZED_FEW_TOKENS_THREADS
-//   shared memory: T [STAGES, N, STEP_COLUMNS]
+//   grid: (at most the number of K steps, ceil(tokens / N)); block: QUANTIZED_FEW_TOKENS_THREADS
+//   shared memory: T [STAGES, N, K_STEP_COLUMNS]
 //   bytes moved: W once, if the other tiles of tokens find it in the L2 cache; x once per tile of rows; y once
 template <typename T, int N>
 __device__ void multiply_few(const T* x, const float* x_scales, const QuantizedStack& weights, float* y,
                              float* partials, int count, int tokens, int columns, int stride) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Product product = {x, x_scales, y, partials, tokens, columns, stride};
-    const int groups = (columns + 31) / 32, steps = (groups + STEP_GROUPS - 1) / STEP_GROUPS;
+    const int groups = (columns + 31) / 32, k_steps = (groups + K_STEP_GROUPS - 1) / K_STEP_GROUPS;
     int tiles = 0;
     for (int m = 0; m < count; ++m) tiles += (weights.matrices[m].rows + ROWS - 1) / ROWS;
-    const int total = tiles * steps;
-    const Block<T, N> block = {weights, product, shared, groups, steps, total};
+    const int total = tiles * k_steps;
+    const Block<T, N> block = {weights, product, shared, groups, k_steps, total};
     const int begin = (long long)total * blockIdx.x / gridDim.x, end = (long long)total * (blockIdx.x + 1) / gridDim.x;
     for (int m = 0, first_tile = 0, first_row = 0; m < count; ++m) {
         const int rows = weights.matrices[m].rows, last_tile = first_tile + (rows + ROWS - 1) / ROWS;
-        const Range range = {m, first_tile, first_row, max(begin, first_tile * steps), min(end, last_tile * steps)};
+        const Range range = {m, first_tile, first_row, max(begin, first_tile * k_steps), min(end, last_tile * k_steps)};
         if (range.begin < range.end)
             with_format(weights.matrices[m].format,
                         [&](auto format) { block.template run<decltype(format)::value>(range); });

@@ -71,8 +71,8 @@ pub fn matmul_few_tokens(
     // For a fixed order of additions, the number of blocks must not depend on the number of tokens.
     let resident = if sum_order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = stack.iter().map(|matrix| matrix.dims().0.div_ceil(ROWS)).sum();
-    let steps = tiles * columns.div_ceil(QUANTIZED_FEW_TOKENS_COLUMNS);
-    let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);
+    let k_steps = tiles * columns.div_ceil(QUANTIZED_FEW_TOKENS_COLUMNS);
+    let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(k_steps);
     let token_tiles = tokens.div_ceil(tile_tokens);
     if blocks * token_tiles > QUANTIZED_FEW_TOKENS_COUNTERS {
         let limit = QUANTIZED_FEW_TOKENS_COUNTERS;
