@@ -107,7 +107,7 @@ pub(super) struct Residual<'l> {
 }
 
 impl<'l> Residual<'l> {
-    /// Creates a residual stream that starts with x: token embeddings, or the output of the previous pipeline stage.
+    /// Creates a residual stream that starts with x: token embeddings, or the output of the previous stage.
     /// `second` holds the position embeddings, if any, which are added to x.
     /// Both are f32 `[tokens, hidden]`, and the same on all ranks.
     pub fn new(x: Tensor, second: Option<Tensor>, world: &'l World) -> Self {

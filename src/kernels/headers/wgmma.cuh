@@ -82,14 +82,14 @@ DEFINE_WGMMA_SHARED(128, "%64", "%65")
 
 // Returns the wgmma descriptor of the matrix a or b at `address` in shared memory.
 // A swizzled row of 128 bytes contains 64 values of one row of a or one column of b. One wgmma multiplies 16 of them.
-// Eight swizzled rows form a group. Groups are 1024 bytes apart.
+// Every eight swizzled rows take 1024 bytes.
 // Addresses and distances in a wgmma descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;
-    constexpr uint64_t GROUP_DISTANCE = (uint64_t)(1024 / 16) << 32;
+    constexpr uint64_t STRIDE_DISTANCE = (uint64_t)(1024 / 16) << 32;
     constexpr uint64_t LEADING_DISTANCE = (uint64_t)1 << 16;  // ignored, because rows are swizzled
     constexpr uint32_t ADDRESS_MASK = 0x3FFF;
-    return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
+    return SWIZZLE_128_BYTES | STRIDE_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
 }
 
 // A thread must call wgmma_fence before its first wgmma, and before a wgmma whose registers it has read or written

@@ -41,19 +41,19 @@ struct Matrix {
     int row_tiles, k_steps;
 };
 
-// The position of a lane in the weights. A group is K_STEPS column tiles.
-// `next` moves to the next group of the row pair, or from the last group to the first group of the next row pair.
+// The position of a lane in the weights. A bundle is K_STEPS column tiles.
+// `next` moves to the next bundle of the row pair, or from the last bundle to the first bundle of the next row pair.
 struct Cursor {
     const uint8_t *block, *scale;
-    int group, groups, k_steps;
+    int bundle, bundles, k_steps;
 
-    __device__ __forceinline__ Cursor(const Matrix& matrix, int row_pair, int group_, int lane)
-        : group(group_), groups(matrix.k_steps / K_STEPS), k_steps(matrix.k_steps) {
-        const size_t tile = (size_t)2 * row_pair * k_steps + group * K_STEPS;
+    __device__ __forceinline__ Cursor(const Matrix& matrix, int row_pair, int bundle_, int lane)
+        : bundle(bundle_), bundles(matrix.k_steps / K_STEPS), k_steps(matrix.k_steps) {
+        const size_t tile = (size_t)2 * row_pair * k_steps + bundle * K_STEPS;
         block = matrix.blocks + tile * MXFP4_TILE_BYTES + lane * 16;
         scale = matrix.scales + tile * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
     }
-    // Loads the weights and scales of column tile j of this group, for both row tiles.
+    // Loads the weights and scales of column tile j of this bundle, for both row tiles.
     __device__ __forceinline__ void load(int j, uint4 (&words)[2], uint32_t (&scales)[2]) const {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
@@ -64,7 +64,7 @@ struct Cursor {
     }
     __device__ __forceinline__ void next() {
         int tiles = K_STEPS;
-        if (++group == groups) group = 0, tiles += k_steps;  // skip the second row tile
+        if (++bundle == bundles) bundle = 0, tiles += k_steps;  // skip the second row tile
         block += tiles * MXFP4_TILE_BYTES, scale += tiles * MXFP4_TILE_SCALE_BYTES;
     }
 };
@@ -173,14 +173,14 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
                                                    const OutputTile& tile, int first, int last, uint32_t xs,
                                                    float4* partials, LoadX&& load_x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int groups = matrix.k_steps / K_STEPS, total = (last - first) * groups;
+    const int bundles = matrix.k_steps / K_STEPS, total = (last - first) * bundles;
     const auto begin = [&](int warp) { return total * warp / WARPS; };
-    int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
+    int left = begin(warp + 1) - begin(warp), bundle = begin(warp) % bundles, row_pair = first + begin(warp) / bundles;
 
     // 1. Load the first weights before `load_x`, which for down waits for the previous kernel.
     uint4 words[K_STEPS][2];
     uint32_t scales[K_STEPS][2];
-    Cursor cursor(matrix, row_pair, group, lane);
+    Cursor cursor(matrix, row_pair, bundle, lane);
     if (left > 0) {
 #pragma unroll
         for (int j = 0; j < K_STEPS; ++j) cursor.load(j, words[j], scales[j]);
@@ -190,11 +190,11 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     wait_for_copies<0>();
     __syncthreads();
 
-    // 2. Multiply one group of column tiles at a time.
+    // 2. Multiply one bundle of column tiles at a time.
     constexpr int K_STEP_BYTES = N * 1024;
     const uint32_t x_start = xs + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
-    uint32_t x = x_start + group * K_STEPS * K_STEP_BYTES;
-    bool starts_here = group == 0, is_open = false;
+    uint32_t x = x_start + bundle * K_STEPS * K_STEP_BYTES;
+    bool starts_here = bundle == 0, is_open = false;
     Sums<N> sums = {};
 #pragma unroll 1
     for (; left > 0; --left) {
@@ -205,7 +205,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
         }
         cursor.next();
         x += K_STEPS * K_STEP_BYTES;
-        const bool ends_here = ++group == groups;
+        const bool ends_here = ++bundle == bundles;
         if (!ends_here && left > 1) continue;
         if (!starts_here) {
             store_partial<N>(partials, sums);
@@ -215,7 +215,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
             is_open = true;
         }
         if (ends_here) {
-            group = 0, ++row_pair, starts_here = true, x = x_start;
+            bundle = 0, ++row_pair, starts_here = true, x = x_start;
             clear<N>(sums);
         }
     }
@@ -223,7 +223,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     // 3. If this warp started a row pair that later warps continued, add their partial sums and store the results.
     __syncthreads();
     if (!is_open) return;
-    for (int other = warp + 1; other < WARPS && begin(other) < (row_pair - first + 1) * groups; ++other)
+    for (int other = warp + 1; other < WARPS && begin(other) < (row_pair - first + 1) * bundles; ++other)
         if (begin(other) != begin(other + 1)) add_partial<N>(sums, partials, other);
     store_row_pair<T, GATE_UP, N>(output, rows, tile, row_pair, sums);
 }

@@ -39,8 +39,8 @@ impl FewPairsKernel {
     pub fn choose(device: &CudaDevice, gate_up: &Mxfp4Tiles) -> Result<Option<Self>> {
         let (_, gate_up_rows, hidden) = gate_up.dims();
         let intermediate = gate_up_rows / 2;
-        let group_columns = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_K_STEPS;
-        let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(group_columns);
+        let bundle_columns = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_K_STEPS;
+        let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(bundle_columns);
         if !is_supported(hidden) || !is_supported(intermediate) {
             return Ok(None);
         }

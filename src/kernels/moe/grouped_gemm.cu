@@ -94,8 +94,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
             }
         }
     }
-    // A lane holds results of pairs lane / 4 and lane / 4 + 8 in each group of 16 pairs.
-    // For each of these pairs, the lane holds the results of two adjacent weight rows in each group of 8 weight rows.
+    // A lane holds results of pairs lane / 4 and lane / 4 + 8 of every 16 pairs.
+    // For each of these pairs, the lane holds the results of two adjacent weight rows of every 8 weight rows.
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
