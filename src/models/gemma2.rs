@@ -97,7 +97,7 @@ impl StandardDecoder for Config {
         self.common.layers(|layer| self.common.window(layer, |layer| layer.is_multiple_of(2)))
     }
 
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig {
             qkv_bias: bias,

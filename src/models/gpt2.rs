@@ -113,7 +113,7 @@ impl Config {
     }
 
     /// Loads the attention and the MLP of one layer.
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let (hidden_size, intermediate_size) = (self.n_embd, self.intermediate_size());
         let config = AttentionConfig {
             scale: self.attention_scale(layer.index),
@@ -158,6 +158,6 @@ impl Architecture for Config {
             learned_positions: Some(("wpe", self.n_positions)),
             ..DecoderConfig::new(self.vocab_size, self.n_embd, norm, RopeFrequencies::none())
         };
-        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_parts(weights, layer))
+        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_sublayers(weights, layer))
     }
 }

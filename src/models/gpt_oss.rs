@@ -131,7 +131,7 @@ impl Config {
     }
 
     /// Loads the attention and the MLP of one layer.
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.attention_bias);
         let attention = AttentionConfig {
             qkv_bias: bias,
@@ -190,6 +190,6 @@ impl Architecture for Config {
             cache_layers: self.cache_layers(),
             ..DecoderConfig::new(self.vocab_size, self.hidden_size, norm, self.frequencies()?)
         };
-        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_parts(weights, layer))
+        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_sublayers(weights, layer))
     }
 }

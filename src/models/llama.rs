@@ -47,7 +47,7 @@ impl StandardDecoder for Config {
         self.common.layers(|_| None)
     }
 
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, ..self.common.attention(layer.spec) };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;

@@ -49,7 +49,7 @@ impl StandardDecoder for Config {
         self.common.sliding_layers()
     }
 
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = Attention::load(&weights.at("self_attn"), self.common.attention(layer.spec), layer.rotary)?;
         let mlp = self.common.load_mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))

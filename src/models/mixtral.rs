@@ -82,7 +82,7 @@ impl StandardDecoder for Config {
         self.common.sliding_layers()
     }
 
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = Attention::load(&weights.at("self_attn"), self.common.attention(layer.spec), layer.rotary)?;
         // transformers 5 names the MoE layer `mlp`. Older versions name it `block_sparse_moe`.
         let name = if weights.contains("mlp.gate.weight") { "mlp" } else { "block_sparse_moe" };

@@ -91,7 +91,7 @@ impl StandardDecoder for Config {
         self.common.sliding_layers()
     }
 
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = self.common.attention(layer.spec);
         let attention = Attention::load_fused(&weights.at("self_attn"), attention, layer.rotary)?;
         let mlp = GatedMlp::load_fused(&weights.at("mlp"), self.common.mlp())?;

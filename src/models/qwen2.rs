@@ -57,7 +57,7 @@ impl StandardDecoder for Config {
         self.common.layers(|layer| self.common.window(layer, |layer| layer >= self.max_window_layers))
     }
 
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = AttentionConfig { qkv_bias: Bias::With, ..self.common.attention(layer.spec) };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
         let mlp = self.common.load_mlp(weights)?;

@@ -54,7 +54,7 @@ impl StandardDecoder for Config {
         self.common.layers(|layer| self.common.window(layer, |layer| layer >= self.max_window_layers))
     }
 
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let (bias, norm) = (Bias::from(self.common.attention_bias), NormConfig::rms(self.common.rms_norm_eps));
         let attention = self.common.attention(layer.spec);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };

@@ -59,7 +59,7 @@ pub(super) trait StandardDecoder: Send + Sync {
     fn layers(&self) -> Vec<LayerSpec>;
 
     /// Loads the attention and the MLP of one layer.
-    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)>;
+    fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)>;
 
     /// Returns the config of the decoder, except the configs of its attention and MLPs.
     fn decoder_config(&self, _: &Weights, context: usize) -> Result<DecoderConfig> {
@@ -98,6 +98,6 @@ impl<T: StandardDecoder> Architecture for T {
 
     fn build(&self, weights: &Weights, context: usize, tensors: TensorTable) -> Result<Decoder> {
         let config = self.decoder_config(weights, context)?;
-        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_parts(weights, layer))
+        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_sublayers(weights, layer))
     }
 }

@@ -69,7 +69,7 @@ pub struct Decoder {
 impl Decoder {
     /// Loads a decoder for contexts of up to `context` positions.
     ///
-    /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
+    /// `load_sublayers` loads the attention and the MLP of one layer. `config` describes everything else.
     ///
     /// Fails if a tensor is missing or does not match `config`, or if `context` exceeds the model's learned positions.
     /// Also fails if the checkpoint has surplus layers (see [`Weights::check_layer_count`]),
@@ -80,7 +80,7 @@ impl Decoder {
         context: usize,
         config: DecoderConfig,
         tensors: TensorTable,
-        load_parts: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
+        load_sublayers: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
     ) -> Result<Self> {
         let DecoderConfig { vocab_size, hidden_size, names, tie_word_embeddings, .. } = config;
         if let Some((_, positions)) = config.learned_positions.filter(|&(_, positions)| positions < context) {
@@ -94,7 +94,7 @@ impl Decoder {
         let own = world.stages().map_or(0..layer_count, |stages| stages[world.rank()].clone());
         let embed_tokens = load_embedding(&root.at(names.embed_tokens), vocab_size, hidden_size, tie_word_embeddings)?;
         let load_positions = |(name, positions)| root.at(name).float("weight", &[positions, hidden_size]);
-        let decoder_layers = load_layers(&root, context, &config, own.clone(), load_parts)?;
+        let decoder_layers = load_layers(&root, context, &config, own.clone(), load_sublayers)?;
         let cache_layers: Vec<_> = decoder_layers.iter().map(|layer| layer.self_attn.config.spec).collect();
         let decoder = Self {
             cache_layout: match world.stages() {
@@ -389,7 +389,7 @@ fn load_layers(
     context: usize,
     config: &DecoderConfig,
     own: Range<usize>,
-    load_parts: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
+    load_sublayers: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
 ) -> Result<Vec<DecoderLayer>> {
     let rotary = |frequencies| RotaryEmbedding::new(frequencies, context, root.device()).map(Arc::new);
     let full_rotary = rotary(&config.frequencies)?;
@@ -403,7 +403,7 @@ fn load_layers(
         let norm = |name| Norm::load(&weights.at(name), config.hidden_size, config.norm);
         let (attention_post_norm, mlp_post_norm) = names.post_norms.unzip();
         let rotary = if spec.window.is_some() { &sliding_rotary } else { &full_rotary };
-        let (self_attn, mlp) = load_parts(&weights, LayerInfo { index, spec, rotary: rotary.clone() })?;
+        let (self_attn, mlp) = load_sublayers(&weights, LayerInfo { index, spec, rotary: rotary.clone() })?;
         Ok(DecoderLayer {
             attention_norm: norm(names.attention_norm)?,
             self_attn,
