@@ -138,14 +138,14 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     });
 }
 
-#define DEFINE_KERNEL(T, NAME, SEVERAL)                                                                                  \
+#define DEFINE_KERNEL(T, NAME, SEVERAL)                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         NAME(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias, float* sum,  \
              T* normed, int terms, int columns, float eps) {                                                           \
         if (columns % 4 == 0)                                                                                          \
-            add_norm<T, 4, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                       \
+            add_norm<T, 4, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                     \
         else                                                                                                           \
-            add_norm<T, 1, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                       \
+            add_norm<T, 1, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                     \
     }
 #define DEFINE(T, SUFFIX)                                                                                              \
     DEFINE_KERNEL(T, add_norm_##SUFFIX, false)                                                                         \

@@ -22,7 +22,8 @@ template <typename T> struct GatedOutput {
 
 // Computes this warp's elements of h. Multiplies all dot products by `scale`.
 template <typename T, typename Stream, typename Input>
-__device__ __forceinline__ void store_strips(Stream& stream, const Input& input, float scale, const GatedOutput<T>& to) {
+__device__ __forceinline__ void store_strips(Stream& stream, const Input& input, float scale,
+                                             const GatedOutput<T>& to) {
     while (stream.has_strip()) {
         const int strip = stream.strip;
         float sum[2];

@@ -83,12 +83,14 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
 // Multiplying the sums by SUM_FACTOR cancels X_FACTOR and, for unscaled weights, the factor of convert_items.
 template <typename T> struct Factors;
 template <> struct Factors<__nv_bfloat16> {
-    static constexpr float X_FACTOR = E2M1_X_FACTOR, SCALED_SUM_FACTOR = 1.0f / X_FACTOR, UNSCALED_SUM_FACTOR = E2M1_SUM_FACTOR;
+    static constexpr float X_FACTOR = E2M1_X_FACTOR, SCALED_SUM_FACTOR = 1.0f / X_FACTOR,
+                           UNSCALED_SUM_FACTOR = E2M1_SUM_FACTOR;
 };
 template <> struct Factors<__half> {
     static constexpr float X_FACTOR = 1.0f, SCALED_SUM_FACTOR = 1.0f, UNSCALED_SUM_FACTOR = 0x1p14f;
 };
-template <typename T, int N> constexpr float SUM_FACTOR = N == 1 ? Factors<T>::UNSCALED_SUM_FACTOR : Factors<T>::SCALED_SUM_FACTOR;
+template <typename T, int N>
+constexpr float SUM_FACTOR = N == 1 ? Factors<T>::UNSCALED_SUM_FACTOR : Factors<T>::SCALED_SUM_FACTOR;
 
 // Multiplies the weights of one column tile by 8 · N rows of x or h in shared memory, and adds the products to `sums`.
 // `x_low` and `x_high` are this lane's ldmatrix row addresses for the first and second block of 32 columns.
