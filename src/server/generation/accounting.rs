@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::answer_stream::AnswerStream;
-use super::choice::Finish;
+use super::choice::{AnswerUpdate, Finish};
 use super::usage::Usage;
-use crate::engine::{GenerationRecord, ModelInfo, RecordedRequest, Summary};
+use crate::engine::{Event, GenerationRecord, ModelInfo, RecordedRequest, Summary};
 use crate::server::http::log::{AnswerLog, RequestLog};
 use crate::server::state::ServerState;
+use crate::tokenizer::Tokenizer;
 
 /// Where to count the answers to one HTTP request.
 pub struct Accounting {
@@ -34,8 +35,22 @@ impl Accounting {
         self.submitted.elapsed()
     }
 
+    /// Passes an event to the answer, and adds the event to the metrics. Returns the update of the answer.
+    pub fn push(&self, answer: &mut AnswerStream, event: Event, tokenizer: &Tokenizer) -> AnswerUpdate {
+        let is_token = event.token().is_some();
+        let last_token = answer.last_token;
+        let update = answer.push(event, tokenizer);
+        if let (true, Some(now)) = (is_token, answer.last_token) {
+            self.count_token(last_token, now);
+        }
+        if let (Some(summary), Some(finish)) = (&answer.summary, update.finish) {
+            self.count_end(summary, finish);
+        }
+        update
+    }
+
     /// Adds the time of a token to the metrics. `last` is the time of the answer's previous token.
-    pub fn count_token(&self, last: Option<Instant>, now: Instant) {
+    fn count_token(&self, last: Option<Instant>, now: Instant) {
         let times = &self.server.metrics.times;
         match last {
             None => times.first_token.observe((now - self.submitted).as_secs_f64()),
@@ -44,7 +59,7 @@ impl Accounting {
     }
 
     /// Adds an answer that has ended to the metrics.
-    pub fn count_end(&self, summary: &Summary, finish: Finish) {
+    fn count_end(&self, summary: &Summary, finish: Finish) {
         let metrics = &self.server.metrics;
         metrics.requests.with_label_values(&[finish.as_str()]).inc();
         metrics.times.observe_answer(summary, self.elapsed().as_secs_f64());

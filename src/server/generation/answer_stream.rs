@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use super::accounting::Accounting;
 use super::choice::{AnswerUpdate, Choice, Finish};
 use super::text_tokens::finite_logprob;
 use crate::engine::{Event, RecordedAnswer, RequestStream, Summary};
@@ -15,22 +14,22 @@ pub struct AnswerStream {
     pub summary: Option<Box<Summary>>,
     /// The finish reason in the response. `None` until the answer has ended.
     pub finish: Option<Finish>,
+    /// The time at which the last token arrived.
+    pub last_token: Option<Instant>,
     choice: Choice,
-    last_token: Option<Instant>,
     recorded: RecordedAnswer,
 }
 
 impl AnswerStream {
     pub fn new(stream: RequestStream, choice: Choice) -> Self {
-        Self { stream, summary: None, finish: None, choice, last_token: None, recorded: RecordedAnswer::default() }
+        Self { stream, summary: None, finish: None, last_token: None, choice, recorded: RecordedAnswer::default() }
     }
 
-    /// Converts an event to an update of the answer. Adds the event to the metrics and to the record of the answer.
-    pub fn push(&mut self, event: Event, tokenizer: &Tokenizer, accounting: &Accounting) -> AnswerUpdate {
+    /// Converts an event to an update of the answer, and adds the event to the record of the answer.
+    pub fn push(&mut self, event: Event, tokenizer: &Tokenizer) -> AnswerUpdate {
         if let Some(token) = event.token() {
             self.record(token, event.logprobs().map(|logprobs| logprobs.chosen));
-            let now = Instant::now();
-            accounting.count_token(self.last_token.replace(now), now);
+            self.last_token = Some(Instant::now());
         }
         let summary = match &event {
             Event::End { summary, .. } => Some(summary.clone()),
@@ -39,9 +38,6 @@ impl AnswerStream {
         let update = self.choice.push(event, self.stream.tool_calls(), self.stream.answer_bytes(), tokenizer);
         if update.is_complete {
             self.stream.complete();
-        }
-        if let (Some(summary), Some(finish)) = (&summary, update.finish) {
-            accounting.count_end(summary, finish);
         }
         (self.summary, self.finish) = (summary, update.finish);
         update

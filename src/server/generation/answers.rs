@@ -135,7 +135,7 @@ impl Answers {
                     Some(Err(error)) => return self.fail(&error),
                     None => return self.fail(&anyhow::anyhow!("internal error: an answer ended without a summary")),
                 };
-                let update = self.answers[index].push(event, self.engine.tokenizer(), &self.accounting);
+                let update = self.accounting.push(&mut self.answers[index], event, self.engine.tokenizer());
                 if !update.pieces.is_empty() || update.finish.is_some() {
                     self.first = index + 1;
                     return Poll::Ready(Some(Ok((index, update))));
