@@ -47,6 +47,7 @@ pub struct EngineRecord {
     pub device: String,
     pub dtype: String,
     pub quantization: Option<String>,
+    /// The [record name](crate::kernels::attention::AttentionBackend::record_name) of the attention kernel.
     pub attention: String,
     /// The [`ExecutionMode`](crate::runner::ExecutionMode): `graph` or `eager`.
     pub executor: String,
