@@ -72,7 +72,7 @@ fn model(data: &[u8]) {
         if info.elements() > 0
             && let Ok(Some(rows)) = model.quantized(name)
         {
-            assert!(MatrixRows::build(&[&rows], &Device::Cpu).is_ok(), "tensor {name}");
+            assert!(MatrixRows::build(&[&rows], &Device::Cpu, &|| {}).is_ok(), "tensor {name}");
         }
     }
     let table = models::tensor_table(&model.file().config().unwrap_or_default());

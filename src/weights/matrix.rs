@@ -107,8 +107,8 @@ impl<'c> Weights<'c> {
     }
 
     fn build(&self, matrices: &[&MatrixRows]) -> Result<QuantizedMatrix> {
-        self.reader.progress_world.record_progress();
-        let matrix = MatrixRows::build(matrices, &self.device)?;
+        let world = &self.reader.progress_world;
+        let matrix = MatrixRows::build(matrices, &self.device, &|| world.record_progress())?;
         self.progress.add_resident(matrix.bytes());
         Ok(matrix)
     }

@@ -223,18 +223,23 @@ impl<'c> MatrixRows<'c> {
     pub fn join(&self) -> Result<()> {
         match &self.writer {
             RowWriter::Alone(_) => Ok(()),
-            RowWriter::Together { .. } => self.write_to([&mut [], &mut [], &mut [], &mut []]),
+            RowWriter::Together { .. } => self.write_to([&mut [], &mut [], &mut [], &mut []], &|| {}),
         }
     }
 
-    /// Writes all rows to the planes, using all cores.
-    fn write_to(&self, planes: [&mut [u8]; 4]) -> Result<()> {
+    /// Writes all rows to the planes, using all cores. Calls `after_row` after each row, except in `RowWriter::Together`,
+    /// which records the progress of its rank itself.
+    fn write_to(&self, planes: [&mut [u8]; 4], after_row: &(dyn Fn() + Sync)) -> Result<()> {
         let row_bytes = self.format.row_bytes(self.columns);
         match &self.writer {
             RowWriter::Alone(write) => plane_rows(planes, row_bytes, self.rows)
                 .with_min_len(16)
                 .enumerate()
-                .try_for_each_init(RowBuffer::default, |buffer, (row, planes)| write(row, buffer, planes)),
+                .try_for_each_init(RowBuffer::default, |buffer, (row, planes)| {
+                    write(row, buffer, planes)?;
+                    after_row();
+                    Ok(())
+                }),
             RowWriter::Together { reads, name, columns, kept, write } => {
                 let whole_bytes = self.format.row_bytes(*columns);
                 let write = |row: usize, buffer: &mut RowBuffer, mut bytes: &mut [u8]| {
@@ -261,7 +266,8 @@ impl<'c> MatrixRows<'c> {
 
     /// Builds one matrix from the rows of several matrices, using all cores.
     /// All matrices must have the same format, number of columns and input quantization.
-    pub fn build(matrices: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
+    /// `after_row` is called after each row, so that other ranks see that this rank makes progress.
+    pub fn build(matrices: &[&Self], device: &Device, after_row: &(dyn Fn() + Sync)) -> Result<QuantizedMatrix> {
         let [first, ..] = matrices else { bail!("cannot build a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
         if let Some(empty) = matrices.iter().find(|matrix| matrix.rows * columns == 0) {
@@ -272,7 +278,7 @@ impl<'c> MatrixRows<'c> {
         let mut planes = row_bytes.map(|bytes| vec![0u8; rows * bytes]);
         let mut rest = planes.each_mut().map(Vec::as_mut_slice);
         for matrix in matrices {
-            matrix.write_to(split_planes(&mut rest, row_bytes.map(|bytes| matrix.rows * bytes)))?;
+            matrix.write_to(split_planes(&mut rest, row_bytes.map(|bytes| matrix.rows * bytes)), after_row)?;
         }
         let matrix = QuantizedMatrix::new(format, columns, planes, device)?;
         Ok(matrix.with_input_quantization(first.input_quantization))

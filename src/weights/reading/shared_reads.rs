@@ -11,7 +11,8 @@
 //!
 //! Quantized matrices and most tensors of GGUF files are converted on the host. Each rank reads and converts some of
 //! the rows, and all ranks copy what they need from the converted rows. There are two exceptions:
-//! - If a matrix is divided by rows and not transposed, each rank reads and converts only its own rows, alone.
+//! - If a single float matrix, or a quantized matrix or stack of matrices, is divided by rows and not transposed, each
+//!   rank reads and converts only its own rows, alone.
 //! - If a vector of a GGUF file is divided, each rank that needs a part converts the whole vector alone.
 
 use std::ops::Range;

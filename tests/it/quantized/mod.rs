@@ -77,7 +77,7 @@ fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device
     let bytes = blocks(ggml_type, rows * columns / ggml_type.block_length());
     let stored = StoredRows { bytes: StoredBytes::Memory(&bytes), row_bytes: bytes.len() / rows };
     let matrix_rows = MatrixRows::from_blocks(ggml_type, rows, columns, stored).unwrap();
-    let matrix = MatrixRows::build(&[&matrix_rows], device).unwrap();
+    let matrix = MatrixRows::build(&[&matrix_rows], device, &|| {}).unwrap();
     let mut values = vec![0.0; rows * columns];
     ggml_type.dequantize(&bytes, &mut values).unwrap();
     (matrix, values)
@@ -89,8 +89,12 @@ fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize
         to.copy_from_slice(&values[row * columns..][..columns]);
         Ok(())
     };
-    MatrixRows::build(&[&MatrixRows::from_floats(quantize, values.len() / columns, columns, row).unwrap()], device)
-        .unwrap()
+    MatrixRows::build(
+        &[&MatrixRows::from_floats(quantize, values.len() / columns, columns, row).unwrap()],
+        device,
+        &|| {},
+    )
+    .unwrap()
 }
 
 /// Returns a matrix of random values in `format`.
@@ -154,8 +158,8 @@ fn matrices_are_stacked_in_order() {
         let stored = StoredRows { bytes: StoredBytes::Memory(bytes), row_bytes: 210 };
         MatrixRows::from_blocks(GgmlType::Q6K, rows, columns, stored).unwrap()
     };
-    let whole = MatrixRows::build(&[&of(0, 10)], &Device::Cpu).unwrap();
-    let stacked = MatrixRows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();
+    let whole = MatrixRows::build(&[&of(0, 10)], &Device::Cpu, &|| {}).unwrap();
+    let stacked = MatrixRows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu, &|| {}).unwrap();
     let all = |matrix: &QuantizedMatrix| values(&matrix.dequantize(DType::F32).unwrap());
     assert_eq!(all(&whole), all(&stacked));
 }
