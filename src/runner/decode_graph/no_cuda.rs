@@ -6,7 +6,6 @@ use anyhow::Result;
 use candle_core::Tensor;
 
 use super::no_decode_graph::NoDecodeGraph;
-use super::plan::PlannedGraph;
 use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
@@ -18,7 +17,7 @@ pub struct DecodeGraph {
 }
 
 impl DecodeGraph {
-    pub fn plan(_: &Decoder, _: &KvCache, _: usize) -> Result<PlannedGraph> {
+    pub fn plan(_: &Decoder, _: &KvCache, _: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
         Ok(Err(NoDecodeGraph::NotOnGpu))
     }
 
