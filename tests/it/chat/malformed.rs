@@ -185,15 +185,18 @@ fn unfinished_headers_are_answers_only_as_a_last_resort() {
     }
     // A recipient before `<|channel|>` is valid, but the beginning of one is not: nothing can complete it any more.
     for header in ["commentary <|constrain|>json", "commentary json", "commentary", "comm", ""] {
-        for start in ["", "<|start|>assistant", "<|channel|>final<|message|>Yes.<|end|><|start|>assistant"] {
+        // The prompt ends with `<|start|>assistant`, so a second `<|start|>` at the beginning is a violation.
+        for (start, violations) in
+            [("", 0), ("<|start|>assistant", 1), ("<|channel|>final<|message|>Yes.<|end|><|start|>assistant", 0)]
+        {
             let text = format!("{start} to=functions.f<|channel|>{header}");
             let expected: &[_] = if text.contains("Yes.") { &[(Answer, "Yes.")] } else { &[] };
             let parsed = check(&text, expected);
-            assert_eq!((parsed.tool_calls.len(), parsed.format_violations), (0, 0), "{text}");
+            assert_eq!((parsed.tool_calls.len(), parsed.format_violations), (0, violations), "{text}");
         }
     }
     let parsed = check("<|start|>assistant to<|channel|>fin", &[(Answer, "assistant to fin")]);
-    assert_eq!(parsed.format_violations, 1);
+    assert_eq!(parsed.format_violations, 2, "the second `<|start|>` and the header");
     // A role that is not allowed is a violation.
     let text = "<|channel|>final<|message|>Yes.<|end|><|start|>user<|channel|>fin";
     assert_eq!(check(text, &[(Answer, "Yes.")]).format_violations, 1);
