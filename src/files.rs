@@ -93,7 +93,7 @@ pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Res
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses untrusted JSON. Fails if `bytes` is not valid JSON or does not match the type `T`,
+/// Parses untrusted JSON. Fails if `bytes` is not valid JSON, is nested too deeply or does not match the type `T`,
 /// or if [`check_json_values`] counts more than 2^20 values.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)

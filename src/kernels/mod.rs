@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! The tensor operations that inferno implements itself, on CPUs and NVIDIA GPUs.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! Most operations have two source files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.

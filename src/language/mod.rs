@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! The parts of a model besides its config and its weights: tokenizer, chat format, stop tokens and sampling defaults.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! These parts are loaded without reading the weights.
 

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! The model families: one file per family, and one entry in `FAMILIES` per `model_type`.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 
 mod config;
 mod family;

@@ -1,6 +1,7 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! The layers from which the model families build decoders. They run operation by operation, on any device.
 //! The decode graph runs fused kernels instead (`kernels::decode`).
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! - `decoder`, `decoder_config`: the decoder that all families share, and its sizes, options and tensor names
 //! - `layer`: a decoder layer: attention, then an MLP

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Runs the steps of a model: forward passes, and the choice of the next tokens.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! On a GPU, decode steps usually run as CUDA graphs: the decode graph, which has fused kernels for a single sequence,
 //! or batch graphs, one for each padded batch size.

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Runs the tokenizer and the chat template of a model in a sandbox process with limits on memory, CPU time and stack.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! Tokenizers and chat templates of downloaded models are untrusted.
 //! A template is a program, and a hostile tokenizer can take unbounded time and memory.

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Determines which files in a directory make up a model.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! A model's weights are one of the following:
 //! - a single `model.safetensors`

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Encodes text to token ids and decodes token ids to text. The streaming decoder never splits a character.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! Tokenizers come from tokenizer.json or GGUF metadata, and use the `tokenizers` library from Hugging Face.
 //! Malformed files can make this library panic (huggingface/tokenizers #2094).

@@ -1,6 +1,7 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Opens checkpoints and loads their tensors by Hugging Face name.
 //! The dtype and shape of each tensor are checked before use.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! - `checkpoint`: the tensors of a model under their Hugging Face names, from `safetensors` or `gguf` files
 //! - `safetensors/`, `gguf/`: the two file formats

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! The ranks that run one model together, and the operations that exchange data between the ranks.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! By default, inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
 //! Every rank holds the whole embedding, but only a part of each large matrix in the layers and of the output head.

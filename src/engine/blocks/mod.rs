@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Allocates blocks of the KV cache to sequences, and reuses cached blocks if prompts start with the same tokens.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! All layers of a layer group have the same attention window. A sequence has one block table per layer group.
 //! Full-attention groups keep every block of a sequence, while sliding-window groups release the blocks that no later

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Sampling: chooses the next token of a sequence from logits.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! - `params`: the sampling parameters, and the table that defines them
 //! - `sampler`: chooses the tokens of one sequence on a CPU, or prepares the input of the sampling kernels on a GPU

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! Decides which tokens of which sequences each step computes.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! The scheduler works with token ids and block ids. It uses no device and reads no clock: the caller passes the time.
 //! A simulator can therefore test the scheduler with millions of requests.

@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
 
 // Computes partial += Σ routing weight · (down(h) + bias) over the chosen experts.
 //   partial: f32 [rows]; see StepBuffers in decode/buffers.rs
-//   mailboxes: with several ranks, the sums are sent to all ranks instead (see Sender in exchange.cuh)
+//   mailboxes: unless `ranks` is 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
 //   blocks, scales: see Mxfp4Tiles; weights [experts, rows, columns] in grouped tiles, with rows 4t to 4t + 3 at

@@ -7,7 +7,7 @@
 //   partial: f32 [rows]; see StepBuffers in decode/buffers.rs
 //     null if the model has a post-norm; decode_add_normed_f32 then adds norm(out) to the residual stream
 //   out: f32 [rows]; may be the same buffer as `partial`
-//   mailboxes: with several ranks, the results are sent to all ranks instead of stored in `out` (see Sender)
+//   mailboxes: unless `ranks` is 1, the results are sent to all ranks instead of stored in `out` (see Sender)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight

@@ -124,7 +124,7 @@ struct ChosenGroups {
 //   logits: f32 [experts]
 //   weight: T [experts, rows, columns], or one quantized matrix
 //   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
-//   mailboxes: with several ranks, the new values of `partial` are sent to all ranks instead of stored (see Sender)
+//   mailboxes: unless `ranks` is 1, the new values of `partial` are sent to all ranks instead of stored (see Sender)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts

@@ -163,7 +163,8 @@ pub fn matmul_8bit(device: &CudaDevice, x: &Tensor, w: &Tensor, eight_bit_type: 
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let sizes = ProductSizes { tokens, rows, columns, stride: rows };
     let addresses = ProductAddresses { w: address(w)?, x: address(x)?, out: address(&out)? };
-    // SAFETY: the tensors have these sizes. `address` checks that they are contiguous and on a GPU.
+    // SAFETY: the tensors have these sizes and element types. `address` checks that they are contiguous and on a GPU,
+    // which is `device`, because the tensors of a rank are on one device.
     unsafe { multiply(device, Elements::EightBit(eight_bit_type), sizes, addresses)? };
     Ok(out)
 }
@@ -200,7 +201,8 @@ pub unsafe fn gemm(
     let elements = Elements::Float { input: x.dtype(), output: out_dtype };
     let sizes = ProductSizes { tokens, rows, columns, stride };
     let addresses = ProductAddresses { w: address(w)?, x: address(x)?, out };
-    // SAFETY: x and w have these sizes. `address` checks that they are contiguous and on a GPU.
+    // SAFETY: x and w have these sizes and element types. `address` checks that they are contiguous and on a GPU, which
+    // is `device`, because the tensors of a rank are on one device.
     // The caller guarantees that `out` is valid.
     unsafe { multiply(device, elements, sizes, addresses) }
 }

@@ -71,12 +71,12 @@ template <int TOKENS, bool GATED> struct Copies {
 
     __device__ __forceinline__ void copy_w(const Position& p, int stage) const {
         const uint32_t to = ring + stage * Ring<TOKENS>::STAGE_BYTES, barrier = shared_address(&full[stage]);
-        const int x = (first_k_step + p.k_step) * ROW_BYTES, row = first_row_of(p.tile, tile_rows);
+        const int column = (first_k_step + p.k_step) * ROW_BYTES, row = first_row_of(p.tile, tile_rows);
         barrier_expect(barrier, ((GATED ? 2 : 1) * tile_rows + TOKENS) * ROW_BYTES);
         if constexpr (GATED)
-            copy_tensor(to, w, x, 0, 0, row / 8, barrier);
+            copy_tensor(to, w, column, 0, 0, row / 8, barrier);
         else
-            copy_tensor(to, w, x, row, 0, barrier);
+            copy_tensor(to, w, column, row, 0, barrier);
     }
     __device__ __forceinline__ void copy_x(const Position& p, int stage) const {
         const uint32_t to = ring + stage * Ring<TOKENS>::STAGE_BYTES + Ring<TOKENS>::W_BYTES;
@@ -205,7 +205,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     // 1. Copy. No running kernel writes w, so the first copies of w start before pdl_wait().
     const Copies<TOKENS, GATED> copies = {w, x, ring, full, first_k_step, tile_rows};
     const int all_copies = tiles * k_steps, early_copies = min(all_copies, STAGES);
-    Position next_w(k_steps), next_x(k_steps);
+    Position next_early_w(k_steps), next(k_steps);
     if (warp == MULTIPLYING_WARPS && elect_lane()) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(shared_address(&full[stage]), 1);
@@ -213,18 +213,18 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         }
         // The fence makes the initialized barriers visible to the bulk copies.
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        for (int i = 0; i < early_copies; ++i, next_w.next()) copies.copy_w(next_w, i);
+        for (int i = 0; i < early_copies; ++i, next_early_w.next()) copies.copy_w(next_early_w, i);
     }
     __syncthreads();
     if (warp == MULTIPLYING_WARPS) {
         if (elect_lane()) {
             pdl_wait();
             pdl_launch_dependents();
-            for (int i = 0; i < early_copies; ++i, next_x.next()) copies.copy_x(next_x, i);
-            for (int i = STAGES, stage = 0, parity = 0; i < all_copies; ++i, next_x.next()) {
+            for (int i = 0; i < early_copies; ++i, next.next()) copies.copy_x(next, i);
+            for (int i = STAGES, stage = 0, parity = 0; i < all_copies; ++i, next.next()) {
                 barrier_wait(shared_address(&empty[stage]), parity);
-                copies.copy_w(next_x, stage);
-                copies.copy_x(next_x, stage);
+                copies.copy_w(next, stage);
+                copies.copy_x(next, stage);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }

@@ -14,7 +14,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::layers::{LayerBuffers, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
-use super::no_decode_graph::NoDecodeGraph;
+use super::no_decode_graph::{NoDecodeGraph, Planned};
 use super::support::unsupported_reason;
 use crate::kernels::decode::sample::{self, SamplingBuffers};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
@@ -84,7 +84,7 @@ impl DecodeGraph {
     ///
     /// A sequence can have up to `context` positions, but not more than `decoder.context()`.
     /// The inner error is the reason why the decode graph does not support the decoder.
-    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
+    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Planned<Self>> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Err(NoDecodeGraph::NotOnGpu)) };
         if let Some(reason) = unsupported_reason(decoder, device)? {
             return Ok(Err(reason));

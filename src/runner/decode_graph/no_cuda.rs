@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use anyhow::Result;
 use candle_core::Tensor;
 
-use super::no_decode_graph::NoDecodeGraph;
+use super::no_decode_graph::{NoDecodeGraph, Planned};
 use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
@@ -17,7 +17,7 @@ pub struct DecodeGraph {
 }
 
 impl DecodeGraph {
-    pub fn plan(_: &Decoder, _: &KvCache, _: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
+    pub fn plan(_: &Decoder, _: &KvCache, _: usize) -> Result<Planned<Self>> {
         Ok(Err(NoDecodeGraph::NotOnGpu))
     }
 

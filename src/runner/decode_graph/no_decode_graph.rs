@@ -4,6 +4,9 @@ use std::fmt;
 
 use candle_core::DType;
 
+/// A planned decode graph of type `T`, or the reason why the runner has none.
+pub type Planned<T> = Result<Box<T>, NoDecodeGraph>;
+
 /// Why a runner has no decode graph.
 /// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation
 /// (see `step/route.rs`).

@@ -3,13 +3,13 @@
 use anyhow::Result;
 
 use super::DecodeGraph;
-use super::no_decode_graph::NoDecodeGraph;
+use super::no_decode_graph::{NoDecodeGraph, Planned};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 
 /// The decode graph, or the reason why the runner has none.
-pub type PlannedGraph = std::result::Result<Box<DecodeGraph>, NoDecodeGraph>;
+pub type PlannedGraph = Planned<DecodeGraph>;
 
 /// Plans the decode graph. Every rank must call this function, because either all ranks get a graph or none does.
 pub fn plan_together(

@@ -63,7 +63,7 @@ impl GgufModel {
     pub fn required(&self, name: &str) -> Result<&ModelTensor> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.file.files().map(|file| file.display().to_string()).collect();
-            format!("tensor {name} is missing from {}", files.join(", "))
+            format!("no tensor in {} stores the model tensor {name}", files.join(", "))
         })
     }
 

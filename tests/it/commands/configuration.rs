@@ -1,5 +1,5 @@
-//! Tests of settings from flags, the environment and the configuration file, of prompts from standard input, of
-//! `--jsonl` output, of shell completions and of logs.
+//! Tests of settings from flags, the environment and the configuration file, of standard input that is appended
+//! to the prompt, of `--jsonl` output, of shell completions and of logs.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};

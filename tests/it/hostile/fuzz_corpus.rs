@@ -21,7 +21,7 @@ const NUMBERS: [u64; 12] = [0, 1, 2, 3, 31, 255, 1 << 16, 1 << 31, 1 << 32, 1 <<
 
 fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
     for _ in 0..1 + random.below(4) {
-        // On average, at least half of the edits are in the first 256 bytes, where binary files have a header.
+        // Half of the time, choose a position in the first 256 bytes, where binary files have a header.
         let reach = if random.below(2) == 0 { bytes.len().min(256) } else { bytes.len() };
         let at = random.below(reach);
         match random.below(7) {

@@ -1,5 +1,6 @@
-//! [Internal](crate#stable-api): can change in any release.
 //! [`MemoryPlan`]: how much memory a model needs, computed from its config and weight headers.
+//!
+//! [Internal](crate#stable-api): can change in any release.
 //!
 //! The loader makes the plan before it allocates memory for the model. `inferno show` prints the plan.
 //!
