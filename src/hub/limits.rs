@@ -35,7 +35,7 @@ pub struct Limits {
     /// 0 counts as 1, and values above `MAX_CONNECTIONS` count as `MAX_CONNECTIONS`.
     pub connections: usize,
     /// The maximum size of a range of a file, in bytes. Each range has its own request.
-    /// If a server ignores ranges, the whole file is one range, whatever its size.
+    /// If a server ignores range requests, the whole file is one range, whatever its size.
     pub range_bytes: u64,
     /// The minimum time between two saves of the record of which bytes of a file have arrived.
     /// If the process is killed, the bytes that arrived after the last save must be fetched again.

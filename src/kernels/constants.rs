@@ -270,7 +270,7 @@ pub const EXPERT_SLIM_K_STEPS: usize = 3;
 
 /// Threads per block in the expert_few_pairs kernels. Each multiprocessor runs one block.
 pub const EXPERT_FEW_PAIRS_THREADS: usize = 512;
-/// Column tiles whose weights a warp of an expert_few_pairs kernel holds in registers at once.
+/// K steps per bundle: the column tiles whose weights a warp of an expert_few_pairs kernel holds in registers at once.
 /// The number of column tiles of an expert matrix must be a multiple of this. gpt-oss has 45 (2880 columns).
 pub const EXPERT_FEW_PAIRS_K_STEPS: usize = 3;
 

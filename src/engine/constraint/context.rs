@@ -35,7 +35,7 @@ impl ConstrainedRequest {
         self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
     }
 
-    /// Compiles a grammar. Returns the node of a plan in which the text must match the grammar.
+    /// Compiles a grammar. Returns a node of a plan at which the text must match the grammar.
     ///
     /// The `instead` tokens may come in place of the text, and the `after` tokens may come after the whole text.
     pub fn grammar(

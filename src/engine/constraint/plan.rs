@@ -1,5 +1,5 @@
 //! The plan of an answer: a graph. Each node says what the answer may contain next,
-//! and each edge is a token or tag that leads to another node.
+//! and each edge is a token, a token sequence or a tag that leads to another node.
 
 use std::sync::Arc;
 

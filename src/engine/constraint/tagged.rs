@@ -104,7 +104,7 @@ fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
     }
 }
 
-/// Returns the id of the node with which the answer to `prompt` begins.
+/// Returns the id of the node at which the answer to `prompt` begins.
 fn first_node(prompt: &str) -> NodeId {
     let prompt = prompt.trim_end();
     if prompt.ends_with(THINK) {
@@ -116,7 +116,7 @@ fn first_node(prompt: &str) -> NodeId {
     }
 }
 
-/// Returns a node that consists of exactly one of `tokens`. Each token comes with the node that follows it.
+/// Returns a node at which the answer must contain exactly one of `tokens`. Each token comes with the node that follows it.
 fn choice(tokens: &[(u32, NodeId)]) -> PlanNode {
     PlanNode::Choice(tokens.iter().map(|&(token, node)| (vec![token], node)).collect())
 }

@@ -1,6 +1,6 @@
 //! [`Partial`]: a partially downloaded file, and the record of its byte ranges on disk.
 //!
-//! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not show which bytes are present.
+//! Ranges arrive in any order, so the length of `blobs/<etag>.parts` does not show which bytes are present.
 //! The record, `blobs/<etag>.parts.json`, lists the byte ranges that are on disk.
 //! The file data is flushed before the record is written, so all listed bytes are on disk even after a power failure.
 #![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]

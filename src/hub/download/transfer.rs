@@ -1,7 +1,7 @@
 //! [`Transfer`]: requests one range of a file, checks the response, and writes its body to disk.
 //!
 //! A transfer rejects a response with the wrong range or file size, and never writes outside its range.
-//! If the server keeps ignoring ranges, the range becomes the whole file.
+//! If the server keeps ignoring range requests, the range becomes the whole file.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;

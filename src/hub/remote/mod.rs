@@ -55,7 +55,7 @@ pub(super) struct Remote<'a> {
 enum Purpose {
     /// A HEAD request, or a request whose response is read into memory. The time for the whole body is limited.
     Metadata,
-    /// A request for a file or a part of a file to write to disk. The time for the whole body is not limited.
+    /// A request for a file or a range of a file to write to disk. The time for the whole body is not limited.
     Contents,
 }
 

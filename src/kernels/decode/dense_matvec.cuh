@@ -2,7 +2,7 @@
 //
 // A *segment* is 8 consecutive elements (16 bytes) of a row. A lane loads a segment with one instruction.
 // A *strip* is one or two rows that a warp multiplies at the same time.
-// Units are assigned to the warps of the grid in round-robin order.
+// Strips are assigned to the warps of the grid in round-robin order.
 #pragma once
 #include "constants.cuh"
 #include "decode/normed_vector.cuh"

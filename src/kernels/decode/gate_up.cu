@@ -7,7 +7,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the gate and up weights
-// Unit u consists of row u of gate and row u of up, and produces element u of h.
+// Strip s consists of row s of gate and row s of up, and produces element s of h.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"

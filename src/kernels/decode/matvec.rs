@@ -38,7 +38,7 @@ pub(super) fn matvec_shape(buffers: &StepBuffers, strips: usize, weight: &Matrix
     matvec_shape_for(buffers, strips, weight, 1)
 }
 
-/// Returns the launch shape for a kernel with `inputs` input vectors and `strips` strips.
+/// Returns the launch shape for a kernel with `inputs` input vectors that multiplies `strips` strips.
 ///
 /// Each warp processes one strip at a time. The grid has at most one block per multiprocessor.
 /// A block has strips / multiprocessors warps, rounded up, but at least 4 and at most the kernel's maximum.

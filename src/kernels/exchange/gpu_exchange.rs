@@ -199,14 +199,14 @@ impl GpuExchange {
     }
 
     /// Returns the `Mailboxes` argument of the kernels. The ranks divide `items` items (see [`share`]).
-    /// `first_item` holds the index of each rank's first item and the number of items, all multiplied by `unit`.
-    pub(super) fn raw(&self, items: usize, unit: usize) -> RawMailboxes {
+    /// `first_item` holds the index of each rank's first item and the number of items, all multiplied by `factor`.
+    pub(super) fn raw(&self, items: usize, factor: usize) -> RawMailboxes {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {
             of: [0; EXCHANGE_MAX_RANKS],
             state: self.own().state,
             control: self.control().address(0),
-            first_item: [(items * unit) as i32; EXCHANGE_MAX_RANKS + 1],
+            first_item: [(items * factor) as i32; EXCHANGE_MAX_RANKS + 1],
             rank: self.rank as i32,
             ranks: ranks as i32,
             region: self.region() as i32,
@@ -216,7 +216,7 @@ impl GpuExchange {
         };
         for (rank, mailbox) in self.mailboxes.iter().enumerate() {
             raw.of[rank] = mailbox.address;
-            raw.first_item[rank] = (share(items, 1, rank, ranks).start * unit) as i32;
+            raw.first_item[rank] = (share(items, 1, rank, ranks).start * factor) as i32;
         }
         raw
     }

@@ -82,7 +82,7 @@ DEFINE_WGMMA_SHARED(128, "%64", "%65")
 
 // Returns the wgmma descriptor of the matrix a or b at `address` in shared memory.
 // A swizzled row of 128 bytes contains 64 values of one row of a or one column of b. One wgmma multiplies 16 of them.
-// Every eight swizzled rows take 1024 bytes.
+// Every eight swizzled rows take 1024 bytes, the stride distance of the descriptor.
 // Addresses and distances in a wgmma descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;

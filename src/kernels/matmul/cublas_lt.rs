@@ -94,7 +94,7 @@ impl ProductTypes {
             }
             Elements::Float { input, output } => {
                 let types = with_f32_sums(float(input)?, float(output)?);
-                // With the other split-K schemes, cuBLASLt would round the sum of each part to the dtype of the output.
+                // With the other split-K schemes, cuBLASLt would round each term to the dtype of the output.
                 let in_f32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
                 Self { reductions: (output != DType::F32).then_some(in_f32), ..types }
             }

@@ -46,7 +46,7 @@ pub struct LogitsOutput<'t> {
 impl ProductKind<'_> {
     /// Divides w among the thread blocks of the device. `matrix` is (rows, columns) of w.
     fn division(self, device: &CudaDevice, matrix: (usize, usize)) -> Result<Division> {
-        // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
+        // Swizzled rows come eight at a time, and a gated tile has as many gate rows as up rows.
         let limits = match self {
             Self::Plain => DivisionLimits { row_multiple: 8, max_terms: MAX_PRODUCT_TERMS },
             Self::Gated(_) => DivisionLimits { row_multiple: 16, max_terms: 1 },

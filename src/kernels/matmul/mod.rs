@@ -187,18 +187,18 @@ fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     }
 }
 
-/// Computes x·wᵀ in groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
+/// Computes x·wᵀ in batches of [`FIXED_TOKENS`] tokens. The last batch is padded with zeros.
 ///
 /// All products with one matrix then have the same size, so cuBLAS or cuBLASLt always runs the same algorithm.
-/// The algorithm uses the same summation order for every token of a group.
-/// A GPU test compares the results for one token in two rows of a group.
+/// The algorithm uses the same summation order for every token of a batch.
+/// A GPU test compares the results for one token in two rows of a batch.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;
     let padded = x.pad_with_zeros(0, 0, tokens.next_multiple_of(FIXED_TOKENS) - tokens)?;
-    let groups = (0..padded.dim(0)?).step_by(FIXED_TOKENS);
+    let batches = (0..padded.dim(0)?).step_by(FIXED_TOKENS);
     let products =
-        groups.map(|first| product(&padded.narrow(0, first, FIXED_TOKENS)?, w, None)).collect::<Result<Vec<_>>>()?;
+        batches.map(|first| product(&padded.narrow(0, first, FIXED_TOKENS)?, w, None)).collect::<Result<Vec<_>>>()?;
     match products.as_slice() {
         [one] => one.narrow(0, 0, tokens),
         several => Tensor::cat(several, 0)?.narrow(0, 0, tokens),

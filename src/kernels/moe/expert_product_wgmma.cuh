@@ -25,10 +25,10 @@ struct MappedWeights {
 // While one of the three warpgroups waits for its products, another one can unpack weights.
 // A fourth multiplying warpgroup would need more registers than a multiprocessor has.
 // The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 192.
-// A stage of the ring buffer holds K_STEPS K steps. In a stage, the weight tiles of the same rows are adjacent.
-// If a tile has at most UNROLL_PAIRS pairs, the loop over the K steps of a full stage is unrolled.
-// BLOCKS is the number of thread blocks that fit on a multiprocessor.
-// If TAKES_TURNS is true, the warpgroups store their results in turns (see Turns).
+// K_STEPS is the number of K steps per stage of the ring buffer. In a stage, the weight tiles of the same rows are
+// adjacent. If a tile has at most UNROLL_PAIRS pairs, the loop over the K steps of a full stage is unrolled. BLOCKS is
+// the number of thread blocks that fit on a multiprocessor. If TAKES_TURNS is true, the warpgroups store their results
+// in turns (see Turns).
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int K_STEPS_, int BLOCKS_, bool TAKES_TURNS_> struct WgmmaShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_;
     static constexpr int STAGES = STAGES_, K_STEPS = K_STEPS_, BLOCKS = BLOCKS_;
@@ -243,9 +243,9 @@ __device__ __forceinline__ void init_barriers(uint32_t ring, const uint64_t (&tu
     __syncthreads();
 }
 
-// For every K_STEPS K steps of each output tile of this thread block, waits for an empty stage, and then calls
-// `copy(tile, k_step)` in one lane, where `k_step` is the first of these K steps. `copy` must arrive at FULL of the
-// stage. Returns when the stage after the last tile is empty.
+// For the K_STEPS K steps of each stage of each output tile of this thread block, waits for an empty stage, and then
+// calls `copy(tile, k_step)` in one lane, where `k_step` is the first of these K steps. `copy` must arrive at FULL of
+// the stage. Returns when the stage after the last tile is empty.
 //
 // elect_lane waits for all lanes, so every lane has seen that the stage is empty before one lane arrives at FULL.
 // Otherwise, the stage could become full and empty again before a slow lane checks EMPTY.

@@ -116,7 +116,7 @@ struct WgmmaTile {
     pairs: usize,
     /// Stages of the ring buffer.
     stages: usize,
-    /// Steps of 64 columns per stage.
+    /// K steps of 64 columns per stage.
     stage_k_steps: usize,
     /// Thread blocks per multiprocessor.
     blocks: usize,

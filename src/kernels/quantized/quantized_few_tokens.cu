@@ -3,10 +3,11 @@
 // A warp loads weights directly into registers. It converts each weight to T once for all tokens of a tile.
 // With several tiles of tokens, the weights are loaded once per tile, from the L2 cache if they are still there.
 //
-// The work is divided into *K steps* of ROWS weight rows (one tile) times K_STEP_COLUMNS columns.
-// The K steps are divided evenly among the blocks of a tile of tokens, so a block can start or end inside a tile of
-// rows. If several blocks share a tile of rows, the last block to finish adds the sums of all these blocks, in block
-// order. The order of additions depends only on the sizes of the matrices and the number of blocks.
+// In this file, a K step also has rows: the work is divided into *K steps* of ROWS weight rows (one tile) times
+// K_STEP_COLUMNS columns. The K steps are divided evenly among the blocks of a tile of tokens, so a block can start or
+// end inside a tile of rows. If several blocks share a tile of rows, the last block to finish adds the sums of all
+// these blocks, in block order. The order of additions depends only on the sizes of the matrices and the number of
+// blocks.
 //
 // In each K step, lane l reads group t = l % 4 (columns 32t to 32t + 31 of the K step) of its four weight rows.
 // MMA j of the K step multiplies quad j of all four groups. A quad is four consecutive columns.

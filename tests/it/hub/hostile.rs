@@ -12,13 +12,13 @@ use crate::support::fake_hub::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
 
 const WEIGHTS: &str = "model.safetensors";
 
-/// Returns a hub client that uses three connections and requests files in parts of at most 10,000 bytes.
+/// Returns a hub client that uses three connections and requests files in ranges of at most 10,000 bytes.
 fn in_ranges(machine: &Machine) -> Hub {
     let limits = Limits { range_bytes: 10_000, connections: 3, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
-/// Returns a hub client that uses one connection and requests each file as a single part.
+/// Returns a hub client that uses one connection and requests each file as a single range.
 fn in_one(machine: &Machine) -> Hub {
     let limits = Limits { connections: 1, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
@@ -105,8 +105,8 @@ fn stalled_transfer_is_retried_after_the_timeout() {
 }
 
 #[test]
-fn wrong_part_is_requested_again() {
-    for fault in [Fault::OtherPart, Fault::WrongRange, Fault::BodyTwice, Fault::Portal] {
+fn wrong_range_is_requested_again() {
+    for fault in [Fault::OtherRange, Fault::WrongRange, Fault::BodyTwice, Fault::Portal] {
         survives(in_ranges, &[Fault::None, fault]);
         survives(in_one, &[Fault::Cut(20_000), fault]);
     }
@@ -373,7 +373,7 @@ fn download_ends_without_waiting_for_the_end_of_the_body() {
 }
 
 #[test]
-fn many_parts_over_many_connections_make_one_file() {
+fn many_ranges_over_many_connections_make_one_file() {
     let weights = pattern(1_000_003, 5);
     let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (WEIGHTS, &weights)]);
     fake.change(|state| {

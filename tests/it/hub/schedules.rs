@@ -200,7 +200,7 @@ fn fault(random: &mut Random) -> Fault {
         9..=12 => Fault::Status(STATUSES[random.below(8)]),
         13 => Fault::Status(STATUSES[random.below(10)]),
         14 => Fault::Portal,
-        15 => Fault::OtherPart,
+        15 => Fault::OtherRange,
         16 => Fault::WrongRange,
         17 => Fault::BodyTwice,
         18 => Fault::WholeFile,

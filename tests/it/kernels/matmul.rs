@@ -64,7 +64,7 @@ fn products_of_few_tokens_match_their_reference(((rows, columns), dtype): (Matri
 }
 
 /// The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, several tiles per thread block, one or more terms, terms
-/// of unequal size, fewer columns than a stage holds, and incomplete tiles.
+/// that add up different numbers of columns, fewer columns than a stage holds, and incomplete tiles.
 /// The last case is unsupported: the size of a row of 100 columns is not a multiple of 16 bytes.
 fn sizes_for_several_tokens() -> Vec<TestCase<(MatrixSizeOfTiles, DType)>> {
     let sizes = [

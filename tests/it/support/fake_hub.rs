@@ -71,7 +71,7 @@ pub enum Fault {
     /// The server sends the login page of a captive portal.
     Portal,
     /// The response body starts at a byte other than requested, but `content-range` states the requested range.
-    OtherPart,
+    OtherRange,
     /// The `content-range` header differs from the range that the client requested.
     WrongRange,
     /// The response body contains the requested bytes twice.
@@ -263,7 +263,9 @@ fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<
         Fault::Portal => {
             return send(&mut stream, "200 OK\r\ncontent-type: text/html; charset=utf-8", b"<html>log in</html>");
         }
-        Fault::OtherPart if bytes.len() > 1 => (start, end) = ((start + 1) % bytes.len(), end.min(bytes.len() - 1) + 1),
+        Fault::OtherRange if bytes.len() > 1 => {
+            (start, end) = ((start + 1) % bytes.len(), end.min(bytes.len() - 1) + 1)
+        }
         Fault::WrongRange => named_start += 1,
         _ => {}
     }
