@@ -50,7 +50,8 @@ pub fn nodes(
         headers.iter().map(|(header, node)| ([&opening[..], header].concat(), *node)).collect()
     };
     // Within a message, the model must not start another message without `<|end|>`.
-    // If `must_continue` is true, the model must also not end the answer, because a required message or tool call is still missing.
+    // If `must_continue` is true, the model must also not end the answer, because a required message or tool call is
+    // still missing.
     let text = |must_continue: bool| {
         let mut premature = vec![harmony.start, harmony.channel];
         if must_continue {

@@ -116,7 +116,8 @@ fn first_node(prompt: &str) -> NodeId {
     }
 }
 
-/// Returns a node at which the answer must contain exactly one of `tokens`. Each token comes with the node that follows it.
+/// Returns a node at which the answer must contain exactly one of `tokens`.
+/// Each token comes with the node that follows it.
 fn choice(tokens: &[(u32, NodeId)]) -> PlanNode {
     PlanNode::Choice(tokens.iter().map(|&(token, node)| (vec![token], node)).collect())
 }

@@ -62,7 +62,8 @@ pub enum Fault {
     None,
     /// The server closes the connection after this many bytes of the response body.
     Cut(usize),
-    /// The server stops sending after this many bytes of the response body, but keeps the connection open for up to 20 s.
+    /// The server stops sending after this many bytes of the response body, but keeps the connection open for up to
+    /// 20 s.
     Stall(usize),
     /// One bit is flipped in the byte at this index of the response body, modulo the length of the body.
     Flip(usize),
