@@ -20,8 +20,7 @@ mod with_cuda {
     use candle_core::{Result, Tensor};
 
     use crate::kernels::SumOrder;
-    use crate::kernels::attention::AttentionInputs;
-    use crate::kernels::attention::CachedLayer;
+    use crate::kernels::attention::{AttentionInputs, CachedLayer};
     use crate::kernels::launch::{
         Arguments, Launch, LaunchShape, address, dtype_suffix, kernel_size, module, optional_address,
     };
