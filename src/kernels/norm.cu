@@ -56,7 +56,10 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     __shared__ float scratch[2][32];  // one row for each call of block_sum
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
-    x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
+    x += row;
+    y += y ? row : 0;
+    sum += y ? row : 0;
+    normed += row;
     const float* const added = y ? sum : x;  // each thread rereads only its own elements of this array
 
     // Returns elements WIDTH · i to WIDTH · i + WIDTH - 1 of this row of y: the sum of the terms.
@@ -86,7 +89,10 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     pdl_launch_dependents();
     const auto accumulate = [&](const Elements<WIDTH>& e) {
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) squares += e.v[k] * e.v[k], total += e.v[k];
+        for (int k = 0; k < WIDTH; ++k) {
+            squares += e.v[k] * e.v[k];
+            total += e.v[k];
+        }
     };
     const auto add_y = [&](Elements<WIDTH>& e, const Elements<WIDTH>& addend, const Elements<WIDTH>& added_bias,
                            int i) {

@@ -491,7 +491,9 @@ __device__ __forceinline__ void merge_teams(const Results<T>& results, const Blo
             const float* from = merge_sums + (t * C::ROWS + row) * C::MERGE_STRIDE + column;
             const float2 sum = *reinterpret_cast<const float2*>(from);
             const float weight = exp2_fast(stats.x - base);
-            total += stats.y * weight, x += sum.x * weight, y += sum.y * weight;
+            total += stats.y * weight;
+            x += sum.x * weight;
+            y += sum.y * weight;
         }
         if (results.partitions == 1) {
             const float factor = normalizer(maximum, total, results.row_sinks[row]);
@@ -521,11 +523,16 @@ __device__ __forceinline__ void combine_partitions(const Results<T>& results, co
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) high = fmaxf(high, stats[z].x);
             const float base = finite(high), keep = exp2_fast(maximum - base);
-            maximum = high, total *= keep, x *= keep, y *= keep;
+            maximum = high;
+            total *= keep;
+            x *= keep;
+            y *= keep;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
                 const float weight = first + z < results.partitions ? exp2_fast(stats[z].x - base) : 0.0f;
-                total += stats[z].y * weight, x += values[z].x * weight, y += values[z].y * weight;
+                total += stats[z].y * weight;
+                x += values[z].x * weight;
+                y += values[z].y * weight;
             }
         }
         const float factor = normalizer(maximum, total, results.row_sinks[row]);

@@ -156,7 +156,8 @@ template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_wide(co
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 const float2 pair = rotate(low[n], high[n], c[n], s[n]);
-                low[n] = pair.x, high[n] = pair.y;
+                low[n] = pair.x;
+                high[n] = pair.y;
             }
         }
         T* row = head < heads              ? args.q + ((size_t)token * heads + head) * head_dim

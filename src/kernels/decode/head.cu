@@ -175,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
                                a.w * embedding_scale);
         };
         float4* to = reinterpret_cast<float4*>(x) + 2 * i;
-        to[0] = scaled(v.first), to[1] = scaled(v.second);
+        to[0] = scaled(v.first);
+        to[1] = scaled(v.second);
     });
 }

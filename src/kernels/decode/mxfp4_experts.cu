@@ -84,9 +84,11 @@ template <int WARPS, int DEPTH> struct TileStream {
         const uint32_t s = exponents[d];
         float c[4];
         block_product(w.x, w.y, x[d * WARPS * 16], c);
-        low += scale_of(s, 0) * (c[0] + c[1]), high += scale_of(s, 1) * (c[2] + c[3]);
+        low += scale_of(s, 0) * (c[0] + c[1]);
+        high += scale_of(s, 1) * (c[2] + c[3]);
         block_product(w.z, w.w, x[d * WARPS * 16 + 8], c);
-        low += scale_of(s, 2) * (c[0] + c[1]), high += scale_of(s, 3) * (c[2] + c[3]);
+        low += scale_of(s, 2) * (c[0] + c[1]);
+        high += scale_of(s, 3) * (c[2] + c[3]);
     }
 
     // Computes this warp's sums for the rows at positions g (`low`) and g + 8 (`high`), where g = lane / 4.
@@ -101,7 +103,9 @@ template <int WARPS, int DEPTH> struct TileStream {
         for (; base + (2 * DEPTH - 1) * WARPS < tiles_per_row; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) multiply_tile(d, x, low, high), load(d, d + DEPTH);
-            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
+            blocks += ROUND * MXFP4_TILE_BYTES;
+            scales += ROUND * MXFP4_TILE_SCALE_BYTES;
+            x += ROUND * 16;
         }
         // In the last rounds, loads and products need bounds checks.
         for (; base < tiles_per_row; base += ROUND) {
@@ -110,7 +114,9 @@ template <int WARPS, int DEPTH> struct TileStream {
                 if (base + d * WARPS < tiles_per_row) multiply_tile(d, x, low, high);
                 if (base + (d + DEPTH) * WARPS < tiles_per_row) load(d, d + DEPTH);
             }
-            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
+            blocks += ROUND * MXFP4_TILE_BYTES;
+            scales += ROUND * MXFP4_TILE_SCALE_BYTES;
+            x += ROUND * 16;
         }
     }
 };
@@ -166,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
 #pragma unroll
         for (int w = 0; w < DECODE_UP_WARPS; ++w)
             gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
-        gate = gate * unscale + b.x, up = up * unscale + b.y;
+        gate = gate * unscale + b.x;
+        up = up * unscale + b.y;
         clamp_gate_up(gate, up, limit);
         h[(size_t)blockIdx.y * intermediate + element] =
             __float2half_rn(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
@@ -223,7 +230,8 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_WARPS * DECODE_DOW
     stream.multiply(inputs + n * 2 * segments, lane, low, high);
     if (lane % 4 == 0) {
         const int row = grouped_row(lane / 4);
-        sums[warp * 16 + row] = low, sums[warp * 16 + row + 2] = high;
+        sums[warp * 16 + row] = low;
+        sums[warp * 16 + row + 2] = high;
     }
     __syncthreads();
     if (writes_partial) {

@@ -63,15 +63,18 @@ template <typename T> struct QkvPair {
     // v. `row` is the row of the KV cache for this position.
     __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
         const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;
-        a += a_bias, b += b_bias;
+        a += a_bias;
+        b += b_bias;
         if (to.unnormalized && head < to.heads + to.kv_heads) {
-            to.unnormalized[base + first] = a, to.unnormalized[base + second] = b;
+            to.unnormalized[base + first] = a;
+            to.unnormalized[base + second] = b;
             return;
         }
         T* out = head < to.heads                 ? to.q + base
                  : head < to.heads + to.kv_heads ? to.k + (kv_row + head - to.heads) * to.head_dim
                                                  : to.v + (kv_row + head - to.heads - to.kv_heads) * to.head_dim;
-        out[first] = from_float<T>(a * cos - b * sin), out[second] = from_float<T>(b * cos + a * sin);
+        out[first] = from_float<T>(a * cos - b * sin);
+        out[second] = from_float<T>(b * cos + a * sin);
     }
 };
 
@@ -146,7 +149,8 @@ __device__ void decode_qk_norm(const float* q_norm, const float* k_norm, const u
     const float scale = rsqrtf(warp_sum(squares) / head_dim + eps);
     for (int i = lane; i < half; i += 32) {
         const float a = __ldcg(x + i) * scale * weight[i], b = __ldcg(x + i + half) * scale * weight[i + half];
-        out[i] = from_float<T>(a * c[i] - b * s[i]), out[i + half] = from_float<T>(b * c[i] + a * s[i]);
+        out[i] = from_float<T>(a * c[i] - b * s[i]);
+        out[i + half] = from_float<T>(b * c[i] + a * s[i]);
     }
     for (int i = to.rotated + lane; i < head_dim; i += 32) out[i] = from_float<T>(__ldcg(x + i) * scale * weight[i]);
 }

@@ -63,12 +63,15 @@ extern "C" __global__ void __launch_bounds__(DECODE_ROUTER_THREADS)
     }
     for (int quad = threadIdx.x + PREFETCHED * blockDim.x; quad < quads; quad += blockDim.x)
         add(__ldcg(xs + quad), __ldg(reinterpret_cast<const float4*>(norm) + quad), __ldg(row + quad));
-    squares = warp_sum(squares), dot = warp_sum(dot);
+    squares = warp_sum(squares);
+    dot = warp_sum(dot);
     for (int offset = 16; offset > 0; offset /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, offset));
     if (threadIdx.x % 32 == 0) {
         const int warp = threadIdx.x / 32;
-        scratch[0][warp] = squares, scratch[1][warp] = dot, scratch[2][warp] = largest;
+        scratch[0][warp] = squares;
+        scratch[1][warp] = dot;
+        scratch[2][warp] = largest;
     }
     __syncthreads();
     squares = dot = largest = 0.0f;

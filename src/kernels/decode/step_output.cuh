@@ -29,6 +29,8 @@ template <typename T> struct StepOutput {
     __device__ __forceinline__ void send(uint32_t token, bool has_token, uint32_t steps) const {
         mailbox[steps % mailbox_slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
         __threadfence_system();
-        state[STATE_POSITION] += 1, state[STATE_TOKEN] = token, state[STATE_STEPS] = steps + 1;
+        state[STATE_POSITION] += 1;
+        state[STATE_TOKEN] = token;
+        state[STATE_STEPS] = steps + 1;
     }
 };
