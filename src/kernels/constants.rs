@@ -385,9 +385,9 @@ pub const BEST_LOGITS_THREADS: usize = 256;
 pub const SAMPLE_THREADS: usize = 1024;
 /// The maximum number of logits per thread in `decode/sample.cu`.
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;
-/// Rounds of the radix search for the logit threshold of top-k or top-p.
+/// Rounds of the radix search for the cutoff of top-k or top-p.
 pub const SAMPLE_ROUNDS: usize = 4;
-/// Histogram bins per round of the radix search. A round determines eight bits of the threshold.
+/// Histogram bins per round of the radix search. A round determines eight bits of the cutoff.
 pub const SAMPLE_BINS: usize = 256;
 /// The number of thread blocks for which `SampleScratch` (`decode/sample.cu`) has room.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;

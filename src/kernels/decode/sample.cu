@@ -26,7 +26,7 @@
 // A launch has 2 grid-wide barriers. Top-k and top-p each add 4 barriers.
 #include "decode/step_output.cuh"
 #include "headers/pdl.cuh"
-#include "sampling/threshold.cuh"
+#include "sampling/cutoff_search.cuh"
 
 struct SampleScratch {
     uint32_t arrived, finished, top, padding;
@@ -44,7 +44,8 @@ struct OwnIds {
 
     __device__ __forceinline__ explicit OwnIds(int vocab) {
         const int ids = (vocab + gridDim.x - 1) / gridDim.x;
-        first = blockIdx.x * ids, last = min(first + ids, vocab);
+        first = blockIdx.x * ids;
+        last = min(first + ids, vocab);
         const int start = first + (int)threadIdx.x;
         count = start < last ? (last - start + SAMPLE_THREADS - 1) / SAMPLE_THREADS : 0;
     }
@@ -108,11 +109,11 @@ struct Grid {
 // With BY_MASS, the target is `share` times the mass of the remaining tokens, and the argument `target` is ignored.
 // Without BY_MASS, the target is a count of `target` tokens, and `share` is ignored.
 template <bool BY_MASS>
-__device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
-                              const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD], int own_ids, uint32_t floor,
-                              float share, unsigned long long target, Grid& grid) {
+__device__ uint32_t grid_cutoff(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
+                                const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD], int own_ids, uint32_t floor,
+                                float share, unsigned long long target, Grid& grid) {
     __shared__ unsigned long long bins[SAMPLE_BINS];
-    ThresholdSearch<BY_MASS> search{target};
+    CutoffSearch<BY_MASS> search{target};
     while (search.round < SAMPLE_ROUNDS) {
         const int round = search.round;
         if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
@@ -138,53 +139,47 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
     return search.prefix;
 }
 
-// Reads the logits of this thread's token ids and applies the penalties. Writes the results to `values` and their sort
-// keys to `keys`. For NaN, the value is -inf and the key is 0. Returns this thread's largest key.
+// Reads the logits of this thread's token ids and applies the penalties. Writes their keys (see logit_key) to `keys`.
+// Returns this thread's largest key.
 __device__ __forceinline__ uint32_t read_logits(const float* logits, const uint32_t* seen,
                                                 const SamplingKernelParams& params, const OwnIds& own,
-                                                float (&values)[SAMPLE_IDS_PER_THREAD],
                                                 uint32_t (&keys)[SAMPLE_IDS_PER_THREAD]) {
     uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
-        keys[i] = 0, values[i] = -INFINITY;
+        keys[i] = 0;
         if (i >= own.count) continue;
         float logit = __ldcg(logits + own.id(i));
         const uint32_t times = has_penalty(params) ? seen[own.id(i)] : 0;
         if (times > 0)
             logit = penalize(logit, times - 1, params.repetition_penalty, params.frequency_penalty,
                              params.presence_penalty);
-        if (isnan(logit)) continue;
-        values[i] = logit, keys[i] = sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
+        keys[i] = logit_key(logit);
         top = max(top, keys[i]);
     }
     return top;
 }
 
-// Computes the probability masses of this thread's tokens.
-// A mass is 0 if the logit is NaN, if the relative probability is below 2^-40, or if top-k, top-p or min-p excludes the
-// token. In greedy sampling, only tokens with the largest logit have mass.
+// Computes the probability masses of this thread's tokens, and sets the keys of tokens without mass to 0.
+// The mass of a token that top-k, top-p or min-p excludes is 0. In greedy sampling, only tokens with the largest logit
+// have mass.
 // Returns the sum of this thread's masses.
-__device__ __forceinline__ unsigned long long probability_masses(const float (&values)[SAMPLE_IDS_PER_THREAD],
-                                                                 uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
-                                                                 unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD],
-                                                                 uint32_t top, const SamplingKernelParams& params,
-                                                                 const OwnIds& own, int vocab, Grid& grid) {
-    const float best = from_sort_key(top), inverse = 1.0f / fmaxf(params.temperature, 1e-6f);
+__device__ __forceinline__ unsigned long long kept_masses(uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
+                                                          unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD],
+                                                          uint32_t top, const SamplingKernelParams& params,
+                                                          const OwnIds& own, int vocab, Grid& grid) {
+    const float inverse_temperature = params.inverse_temperature();
     const bool is_greedy = params.temperature == 0.0f;
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
-        masses[i] =
-            i < own.count && keys[i] > 0
-                ? (unsigned long long)(keys[i] == top ? TOP_MASS : expf((values[i] - best) * inverse) * TOP_MASS)
-                : 0;
+        masses[i] = probability_mass(keys[i], top, inverse_temperature);
         if (masses[i] == 0) keys[i] = 0;
     }
     uint32_t floor = is_greedy ? top : 1;
     if (!is_greedy && params.top_k > 0 && params.top_k < vocab)
-        floor = max(floor, threshold<false>(keys, masses, own.count, floor, 0.0f, params.top_k, grid));
+        floor = max(floor, grid_cutoff<false>(keys, masses, own.count, floor, 0.0f, params.top_k, grid));
     if (!is_greedy && params.top_p < 1.0f)
-        floor = max(floor, threshold<true>(keys, masses, own.count, floor, params.top_p, 0, grid));
+        floor = max(floor, grid_cutoff<true>(keys, masses, own.count, floor, params.top_p, 0, grid));
     const unsigned long long min_mass = (unsigned long long)(params.min_p * TOP_MASS);
     unsigned long long total = 0;
 #pragma unroll
@@ -196,7 +191,7 @@ __device__ __forceinline__ unsigned long long probability_masses(const float (&v
 }
 
 // Adds up the masses of all blocks. `total` is the sum of this thread's masses.
-__device__ __forceinline__ BlockMasses sum_blocks(unsigned long long total, Grid& grid) {
+__device__ __forceinline__ BlockMasses sum_blocks_of_grid(unsigned long long total, Grid& grid) {
     const unsigned long long block_mass = inclusive_scan(total, grid.warps);
     if (threadIdx.x == SAMPLE_THREADS - 1) grid.scratch->block_masses[blockIdx.x] = block_mass;
     grid.barrier();
@@ -241,13 +236,12 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     const uint32_t steps = __ldcg(output.state + STATE_STEPS);  // read before a block can finish and increment it
     const OwnIds own(vocab);
     Grid grid(scratch, warps);
-    float values[SAMPLE_IDS_PER_THREAD];
     uint32_t keys[SAMPLE_IDS_PER_THREAD];
     unsigned long long masses[SAMPLE_IDS_PER_THREAD];
-    const uint32_t top = grid.max_key(read_logits(logits, seen, params, own, values, keys));
+    const uint32_t top = grid.max_key(read_logits(logits, seen, params, own, keys));
     const bool has_token = top > sort_key(-INFINITY);
-    const unsigned long long total = probability_masses(values, keys, masses, top, params, own, vocab, grid);
-    const BlockMasses blocks = sum_blocks(total, grid);
+    const unsigned long long total = kept_masses(keys, masses, top, params, own, vocab, grid);
+    const BlockMasses blocks = sum_blocks_of_grid(total, grid);
 
     // Draw a random point below the total mass. All blocks draw the same point.
     // Greedy sampling uses 0, which selects the token with the largest logit, or the lowest id in a tie.

@@ -38,7 +38,8 @@ template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t word) {
 // lanes agree, so that the compiler can use uniform registers and branches.
 template <typename T> __device__ __forceinline__ T warp_uniform(T value) { return __shfl_sync(ALL_LANES, value, 0); }
 
-__device__ __forceinline__ float warp_sum(float x) {
+// Returns the sum of `x` over the lanes of the warp. All lanes get the same sum.
+template <typename T> __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
     return x;

@@ -28,12 +28,10 @@ extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
     logits[(size_t)masked[blockIdx.y] * vocab + id] = -INFINITY;
 }
 
-// Returns a key that is larger for a larger logit. NaN has the same key as -inf.
-__device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
-
-// Returns a key that is larger for a larger logit, and among equal logits, for a lower token id.
+// Returns a key that is larger for a larger logit, and among equal logits, for a lower token id. NaN counts as -inf.
 __device__ __forceinline__ unsigned long long token_key(const float* logits, int id) {
-    return (unsigned long long)logit_key(logits[id]) << 32 | ~(uint32_t)id;
+    const float logit = logits[id];
+    return (unsigned long long)logit_key(isnan(logit) ? -INFINITY : logit) << 32 | ~(uint32_t)id;
 }
 
 // Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
@@ -68,7 +66,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
                 const float v = logits[id];
                 if (!isnan(v)) sum += expf(v - largest);
             }
-            for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+            sum = warp_sum(sum);
             if (lane == 0) sums[warp] = sum;
             __syncthreads();
             sum = 0.0f;
@@ -103,7 +101,8 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
 //   bytes moved: 8 · vocab for each row; with few rows, the second read hits L2
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     top_logprobs(const float* logits, const uint32_t* chosen, uint32_t* ids, float* logprobs, int vocab, int count) {
-    ids += (size_t)blockIdx.x * count, logprobs += (size_t)blockIdx.x * (1 + count);
+    ids += (size_t)blockIdx.x * count;
+    logprobs += (size_t)blockIdx.x * (1 + count);
     row_logprobs(
         logits + (size_t)blockIdx.x * vocab, vocab, chosen[blockIdx.x], count,
         [&](float logprob) { logprobs[0] = logprob; },
@@ -122,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     send_logprobs(const float* logits, const uint32_t* rows, const uint32_t* tokens, volatile uint32_t* mailbox,
                   int vocab) {
-    rows += (size_t)blockIdx.x * LOGPROBS_ROW_WORDS, mailbox += (size_t)blockIdx.x * LOGPROBS_SLOTS;
+    rows += (size_t)blockIdx.x * LOGPROBS_ROW_WORDS;
+    mailbox += (size_t)blockIdx.x * LOGPROBS_SLOTS;
     // An empty mailbox slot holds 0, so a word must not be 0. The bits of a log probability of 0 are 0, so they are
     // inverted. Inverted bits are 0 only for one of the NaN values, which is replaced by another.
     const auto word = [](float logprob) { return max(~__float_as_uint(logprob), 1u); };
@@ -130,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         logits + (size_t)rows[0] * vocab, vocab, tokens[rows[1]], rows[2],
         [&](float logprob) { mailbox[0] = word(logprob); },
         [&](int place, uint32_t id, float logprob) {
-            mailbox[1 + 2 * place] = id + 1, mailbox[2 + 2 * place] = word(logprob);
+            mailbox[1 + 2 * place] = id + 1;
+            mailbox[2 + 2 * place] = word(logprob);
         });
 }

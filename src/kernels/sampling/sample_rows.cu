@@ -16,7 +16,7 @@
 // They add up their counts and masses, which are integers, so the chosen token does not depend on BLOCKS.
 // Code for GPUs before Hopper, which have no clusters, always uses one block per row.
 #include "headers/cluster.cuh"
-#include "sampling/threshold.cuh"
+#include "sampling/cutoff_search.cuh"
 
 // The number of keys from the bin of the top-k or top-p cutoff that fit in a block's shared memory (CutoffMemory).
 constexpr uint32_t MAX_KEYS_IN_BIN = 4096;
@@ -46,10 +46,9 @@ struct Row {
     __device__ __forceinline__ float4 load(int id) const {
         return vocab % 4 == 0 ? load<true>(id, end) : load<false>(id, end);
     }
-    // Returns the probability mass of the token with sort key `key`, in units of 2^-40 of the most likely token's mass.
+    // Returns the probability mass of the token with sort key `key`.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
-        if (key <= sort_key(-INFINITY)) return 0;
-        return key == top ? TOP_MASS : expf((from_sort_key(key) - best) * inverse_temperature) * TOP_MASS;
+        return probability_mass(key, top, inverse_temperature);
     }
     // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit
     // above -infinity.
@@ -63,9 +62,6 @@ struct Row {
         return key == top ? 0 : min((int)((best - from_sort_key(key)) * bin_scale), SAMPLE_THREADS - 1);
     }
 };
-
-// Returns the sort key of a logit, or 0 if the logit is NaN. -0 becomes +0, so that both zeros have the same key.
-__device__ __forceinline__ uint32_t key_of(float logit) { return isnan(logit) ? 0 : sort_key(logit + 0.0f); }
 
 // Waits for all threads of the row's blocks. Each of them then sees the earlier stores of all others to shared memory.
 template <int BLOCKS> __device__ __forceinline__ void sync_row() {
@@ -100,11 +96,6 @@ template <int BLOCKS> __device__ __forceinline__ unsigned long long sum_of_block
     return of_all_blocks<BLOCKS>(own, [](unsigned long long a, unsigned long long b) { return a + b; });
 }
 
-__device__ __forceinline__ unsigned long long warp_sum(unsigned long long value) {
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
-    return value;
-}
-
 enum class Order { Forward, Backward };
 
 // Calls `use(id, logits)` with the logits of tokens id to id + 3, where id is start + offset, then start + stride +
@@ -137,12 +128,12 @@ __device__ __forceinline__ void each_four_of_block(const Row& row, Use use) {
     each_four<UNROLL, ORDER>(row, row.start, row.end, 4 * SAMPLE_THREADS, 4 * threadIdx.x, use);
 }
 
-// Calls `use(key)` with the sort key (see key_of) of each token of this block. All threads make the same number of
+// Calls `use(key)` with the sort key (see logit_key) of each token of this block. All threads make the same number of
 // calls. Past the last token, the key is 0.
 template <int UNROLL, Order ORDER, typename Use>
 __device__ __forceinline__ void each_key_of_block(const Row& row, Use use) {
     each_four_of_block<UNROLL, ORDER>(row, [&](int, const float4& v) {
-        use(key_of(v.x)), use(key_of(v.y)), use(key_of(v.z)), use(key_of(v.w));
+        use(logit_key(v.x)), use(logit_key(v.y)), use(logit_key(v.z)), use(logit_key(v.w));
     });
 }
 
@@ -152,11 +143,11 @@ __device__ __forceinline__ void each_key_of_block(const Row& row, Use use) {
 // `each_key(use)` calls `use(key)` for the keys that this block searches. All lanes of a warp call `use` together.
 // Only the keys that the blocks of the row search count toward the target.
 template <int BLOCKS, bool BY_MASS, typename EachKey>
-__device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
-                              unsigned long long* warps) {
+__device__ uint32_t cutoff_in_bin(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
+                                  unsigned long long* warps) {
     // Other blocks can still read the bins of a round during the next round, but not during the round after it.
     __shared__ unsigned long long bins_of_rounds[2][SAMPLE_BINS];
-    ThresholdSearch<BY_MASS> search{target};
+    CutoffSearch<BY_MASS> search{target};
 #pragma unroll 1  // the loop is long, and unrolling does not make it faster
     while (search.round < SAMPLE_ROUNDS) {
         unsigned long long* const bins = bins_of_rounds[search.round % 2];
@@ -183,7 +174,7 @@ __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, 
     return search.prefix;
 }
 
-// Shared memory of `cutoff`.
+// Shared memory of `row_cutoff`.
 struct CutoffMemory {
     // The mass or the number of this block's tokens in each bin (see Row::bin).
     unsigned long long bins[SAMPLE_THREADS];
@@ -197,13 +188,13 @@ struct CutoffMemory {
     unsigned long long all, rest;
 };
 
-// Returns the result of `threshold` for the keys of all tokens, or 0 if the tokens together do not reach the target.
-// If BY_MASS is true, the target is `share` times the mass of all tokens with keys >= floor. Otherwise, the target is
-// `target` tokens.
-// A histogram finds the bin of the result, and `threshold` searches only the keys in this bin.
+// Returns the result of `cutoff_in_bin` for the keys of all tokens, or 0 if the tokens together do not reach the
+// target. If BY_MASS is true, the target is `share` times the mass of all tokens with keys >= floor. Otherwise, the
+// target is `target` tokens. A histogram finds the bin of the result, and `cutoff_in_bin` searches only the keys in
+// this bin.
 template <int BLOCKS, bool BY_MASS>
-__device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned long long target, CutoffMemory& memory,
-                           unsigned long long* warps) {
+__device__ uint32_t row_cutoff(const Row& row, uint32_t floor, float share, unsigned long long target,
+                               CutoffMemory& memory, unsigned long long* warps) {
     sync_row<BLOCKS>();  // slower warps may still read `memory` for an earlier cutoff
     memory.bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) memory.count = 0, memory.bin = 0, memory.rest = 0;
@@ -242,7 +233,7 @@ __device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned
         for (uint32_t base = 0; base < count; base += SAMPLE_THREADS)
             use(base + threadIdx.x < count ? memory.keys[base + threadIdx.x] : 0);
     };
-    return threshold<BLOCKS, BY_MASS>(row, keys_in_bin, floor, memory.rest, warps);
+    return cutoff_in_bin<BLOCKS, BY_MASS>(row, keys_in_bin, floor, memory.rest, warps);
 }
 
 // A sort key, and the token that has it.
@@ -274,9 +265,9 @@ template <int BLOCKS> __device__ __forceinline__ void find_extremes(const Row& r
             for (float logit : {v.x, v.y, v.z, v.w})
                 if (logit > -INFINITY) bottom = fminf(bottom, logit);
     });
-    const uint32_t key = key_of(top);
+    const uint32_t key = logit_key(top);
     const uint32_t warp_top = __reduce_max_sync(ALL_LANES, key),
-                   warp_bottom = __reduce_min_sync(ALL_LANES, key_of(bottom));
+                   warp_bottom = __reduce_min_sync(ALL_LANES, logit_key(bottom));
     if (threadIdx.x % 32 == 0) atomicMax(&extremes.top.key, warp_top), atomicMin(&extremes.bottom, warp_bottom);
     __syncthreads();
     if (key == extremes.top.key && top_four >= 0) {
@@ -305,8 +296,8 @@ __device__ __forceinline__ KeptTokens kept_tokens(const Row& row, const Sampling
                                                   CutoffMemory& memory, unsigned long long* warps) {
     uint32_t floor = 1;
     if (params.top_k > 0 && params.top_k < row.vocab)
-        floor = max(floor, cutoff<BLOCKS, false>(row, floor, 0.0f, params.top_k, memory, warps));
-    if (params.top_p < 1.0f) floor = max(floor, cutoff<BLOCKS, true>(row, floor, params.top_p, 0, memory, warps));
+        floor = max(floor, row_cutoff<BLOCKS, false>(row, floor, 0.0f, params.top_k, memory, warps));
+    if (params.top_p < 1.0f) floor = max(floor, row_cutoff<BLOCKS, true>(row, floor, params.top_p, 0, memory, warps));
     // min_mass is at most TOP_MASS, so that min-p always keeps the most likely token.
     return {floor, min((unsigned long long)(params.min_p * TOP_MASS), (unsigned long long)TOP_MASS)};
 }
@@ -322,8 +313,8 @@ __device__ __forceinline__ RangeMasses range_masses(const Row& row, const KeptTo
     unsigned long long own = 0, before, all = 0;
     const int end = min(first_id + size, row.end);
     each_four<4, Order::Forward>(row, first_id, end, 128, 4 * (threadIdx.x % 32), [&](int, const float4& v) {
-        own += kept.mass(row, key_of(v.x)) + kept.mass(row, key_of(v.y)) + kept.mass(row, key_of(v.z)) +
-               kept.mass(row, key_of(v.w));
+        own += kept.mass(row, logit_key(v.x)) + kept.mass(row, logit_key(v.y)) + kept.mass(row, logit_key(v.z)) +
+               kept.mass(row, logit_key(v.w));
     });
     own = warp_sum(own);
     __syncthreads();
@@ -354,15 +345,15 @@ __device__ __forceinline__ PointInRange find_range(unsigned long long point, con
     return memory;
 }
 
-// Returns the first token at which the cumulative mass from `from.first_id` on exceeds `from.point`.
+// Returns the first token at which the cumulative mass from `range.first_id` on exceeds `range.point`.
 // The lanes of a warp call this function together. The lane that finds the token returns it, others return NO_TOKEN.
-__device__ __forceinline__ uint32_t token_at(const Row& row, const KeptTokens& kept, const PointInRange& from) {
-    unsigned long long point = from.point;
-    for (int base = from.first_id;; base += 128) {
+__device__ __forceinline__ uint32_t token_in_range(const Row& row, const KeptTokens& kept, const PointInRange& range) {
+    unsigned long long point = range.point;
+    for (int base = range.first_id;; base += 128) {
         const int id = base + 4 * (threadIdx.x % 32);
         const float4 v = row.load(id);
-        const unsigned long long masses[4] = {kept.mass(row, key_of(v.x)), kept.mass(row, key_of(v.y)),
-                                              kept.mass(row, key_of(v.z)), kept.mass(row, key_of(v.w))};
+        const unsigned long long masses[4] = {kept.mass(row, logit_key(v.x)), kept.mass(row, logit_key(v.y)),
+                                              kept.mass(row, logit_key(v.z)), kept.mass(row, logit_key(v.w))};
         const unsigned long long lane_mass = masses[0] + masses[1] + masses[2] + masses[3];
         const unsigned long long sum = warp_prefix_sum(lane_mass);
         const unsigned long long all = __shfl_sync(ALL_LANES, sum, 31);
@@ -381,7 +372,8 @@ __device__ __forceinline__ uint32_t token_at(const Row& row, const KeptTokens& k
 
 // Adds up the masses of the row's blocks. `block_mass` is the mass of this block.
 // After this call, the blocks no longer need each other.
-template <int BLOCKS> __device__ __forceinline__ BlockMasses sum_blocks(unsigned long long block_mass, int block) {
+template <int BLOCKS>
+__device__ __forceinline__ BlockMasses sum_blocks_of_row(unsigned long long block_mass, int block) {
     __shared__ unsigned long long own;
     if (threadIdx.x == 0) own = block_mass;
     sync_row<BLOCKS>();
@@ -411,7 +403,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     };
     const int block_ids = (vocab + 4 * BLOCKS - 1) / (4 * BLOCKS) * 4, start = min(block * block_ids, vocab);
     const int end = min(start + block_ids, vocab);
-    Row row{logits + (size_t)row_index * vocab, vocab, start, end, 1.0f / fmaxf(params.temperature, 1e-6f)};
+    Row row{logits + (size_t)row_index * vocab, vocab, start, end, params.inverse_temperature()};
 
     // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
     find_extremes<BLOCKS>(row, extremes);
@@ -424,7 +416,8 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
         sync_row<BLOCKS>();
         return;
     }
-    row.top = top.key, row.best = from_sort_key(top.key);
+    row.top = top.key;
+    row.best = from_sort_key(top.key);
     const uint32_t bottom = of_all_blocks<BLOCKS>(&extremes.bottom, [](uint32_t a, uint32_t b) { return min(a, b); });
     row.set_bins(from_sort_key(bottom));
 
@@ -440,7 +433,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     const int small_range_ids = (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;
     const int first_id = row.start + warp * WARPS * small_range_ids;
     const RangeMasses masses = range_masses(row, kept, first_id, WARPS * small_range_ids, warps);
-    const BlockMasses blocks = sum_blocks<BLOCKS>(masses.all, block);
+    const BlockMasses blocks = sum_blocks_of_row<BLOCKS>(masses.all, block);
     const unsigned long long point = random_point(params, params.sampled_before, blocks.all);
 
     // 4. Find the token. The block whose range contains the point divides the part that contains it into small ranges,
@@ -451,7 +444,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     const RangeMasses small_masses = range_masses(row, kept, small_id, small_range_ids, warps);
     const PointInRange small_range = find_range(range.point, small_masses, small_id, point_in_range);
     if (warp > 0) return;
-    const uint32_t token = token_at(row, kept, small_range);
+    const uint32_t token = token_in_range(row, kept, small_range);
     if (token != NO_TOKEN) choose(token);
 }
 

@@ -1,4 +1,5 @@
-// Code that the sampling kernels share: parameters, penalties, random numbers, a warp maximum and a prefix sum.
+// Code that the sampling kernels share: parameters, penalties, probability masses, random numbers, a warp maximum and a
+// prefix sum.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -14,6 +15,8 @@ struct SamplingKernelParams {
     // decode/sample.cu adds the number of steps that the decode graph has run since then.
     uint32_t top_k, sampled_before;
     uint32_t seed[2];
+
+    __device__ __forceinline__ float inverse_temperature() const { return 1.0f / fmaxf(temperature, 1e-6f); }
 };
 
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
@@ -25,6 +28,16 @@ __device__ __forceinline__ float penalize(float logit, uint32_t generated, float
                                           float presence) {
     logit = logit > 0.0f ? logit / repetition : logit * repetition;
     return generated > 0 ? logit - (frequency * generated + presence) : logit;
+}
+
+// Returns the sort key of a logit, or 0 if the logit is NaN. -0 becomes +0, so that both zeros have the same key.
+__device__ __forceinline__ uint32_t logit_key(float logit) { return isnan(logit) ? 0 : sort_key(logit + 0.0f); }
+
+// Returns the probability mass of the token with the logit_key `key`. `top` is the key of the most likely token.
+// The mass is 0 if the logit is NaN or -inf, or if the relative probability is below 2^-40.
+__device__ __forceinline__ unsigned long long probability_mass(uint32_t key, uint32_t top, float inverse_temperature) {
+    if (key <= sort_key(-INFINITY)) return 0;
+    return key == top ? TOP_MASS : expf((from_sort_key(key) - from_sort_key(top)) * inverse_temperature) * TOP_MASS;
 }
 
 // The output function of SplitMix64, with the constants of its reference implementation.

@@ -8,7 +8,7 @@
 // - adds the mass, or 1, of each token whose key `has_prefix` to the bin `bin_of(key)`,
 // - adds up the bins of all thread blocks, and calls `end_round` with the sum of bin `own_bin()`.
 // After SAMPLE_ROUNDS rounds, `prefix` is the result.
-template <bool BY_MASS> struct ThresholdSearch {
+template <bool BY_MASS> struct CutoffSearch {
     unsigned long long target;  // the part of the target that the tokens of this round must reach
     int round = 0;
     uint32_t prefix = 0;  // the bits that earlier rounds have determined
@@ -53,7 +53,9 @@ template <bool BY_MASS> struct ThresholdSearch {
         // If the target is 0, choose the highest bin that is not empty.
         if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
         __syncthreads();
-        prefix = prefix << 8 | chosen, target = rest, ++round;
+        prefix = prefix << 8 | chosen;
+        target = rest;
+        ++round;
         __syncthreads();
     }
 };
