@@ -35,9 +35,9 @@ pub const TENSOR_MAP_ELEMENT_BYTES: usize = 8;
 /// Heads per warp in the RoPE kernel `split_qkv`.
 /// A warp with several heads has more loads in flight, and reads cosines and sines once for all its heads.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
-/// Heads per lane in the RoPE kernels `split_qkv_wide` and `split_qkv_wide_terms`.
+/// Heads per lane in the RoPE kernels `split_qkv_vectorized` and `split_qkv_vectorized_terms`.
 /// In these kernels, a lane loads four adjacent elements at once.
-pub const ROPE_WIDE_HEADS: usize = 2;
+pub const ROPE_VECTORIZED_HEADS: usize = 2;
 /// Up to this number of tokens, the RoPE kernels run in small thread blocks, because large ones would leave
 /// multiprocessors idle. They also run in small thread blocks if the QKV output has several terms.
 pub const ROPE_FEW_TOKENS: usize = 64;
@@ -86,29 +86,29 @@ pub const PORTABLE_MAX_HEAD_DIM: usize = 256;
 /// The head sizes that the flash attention kernels support.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
 /// Query rows per tile in the four flash attention kernels for few rows per sequence, as in decode steps.
-pub const FLASH_FEW_ROWS: usize = 16;
+pub const FLASH_DECODE_ROWS: usize = 16;
 /// Query rows per tile in the flash attention kernel for small prefills, and for GPUs with little shared memory.
-pub const FLASH_MEDIUM_ROWS: usize = 64;
+pub const FLASH_SMALL_PREFILL_ROWS: usize = 64;
 /// Query rows per tile in the flash attention kernel for large prefills.
-pub const FLASH_MANY_ROWS: usize = 128;
+pub const FLASH_LARGE_PREFILL_ROWS: usize = 128;
 /// The kernel `16_rows`, for small batches.
-pub const FLASH_FEW_TILES: [[usize; 3]; 6] =
+pub const FLASH_SMALL_BATCH_TILES: [[usize; 3]; 6] =
     [[32, 8, 49152], [32, 8, 147456], [16, 8, 90112], [16, 8, 106496], [16, 8, 139264], [16, 4, 143616]];
 /// The kernel `16_rows_batch`, for large batches.
 /// A batch is large if its 16-row tiles, times the number of KV heads, outnumber the multiprocessors of the GPU.
-pub const FLASH_BATCH_TILES: [[usize; 3]; 6] =
+pub const FLASH_LARGE_BATCH_TILES: [[usize; 3]; 6] =
     [[32, 4, 36864], [32, 4, 110592], [16, 4, 67584], [16, 4, 79872], [16, 4, 104448], [16, 4, 211200]];
 /// The kernel `16_rows_batch_half`, with about half of the shared memory of `16_rows_batch`.
-pub const FLASH_BATCH_HALF_TILES: [[usize; 3]; 6] =
+pub const FLASH_LARGE_BATCH_HALF_TILES: [[usize; 3]; 6] =
     [[16, 4, 18432], [16, 4, 55296], [16, 2, 33792], [16, 2, 39936], [16, 2, 52224], [16, 2, 109824]];
 /// The kernel `16_rows_batch_quarter`, with about a quarter of the shared memory of `16_rows_batch`.
-pub const FLASH_BATCH_QUARTER_TILES: [[usize; 3]; 6] =
+pub const FLASH_LARGE_BATCH_QUARTER_TILES: [[usize; 3]; 6] =
     [[32, 1, 9216], [32, 1, 27648], [16, 1, 16896], [16, 1, 19968], [16, 1, 26112], [16, 1, 59136]];
 /// The kernel `64_rows`.
-pub const FLASH_MEDIUM_TILES: [[usize; 3]; 6] =
+pub const FLASH_SMALL_PREFILL_TILES: [[usize; 3]; 6] =
     [[64, 4, 12288], [64, 4, 36864], [64, 4, 45056], [64, 4, 53248], [64, 4, 69632], [16, 4, 67584]];
 /// The kernel `128_rows`.
-pub const FLASH_MANY_TILES: [[usize; 3]; 6] =
+pub const FLASH_LARGE_PREFILL_TILES: [[usize; 3]; 6] =
     [[64, 4, 12288], [48, 4, 27648], [48, 4, 33792], [48, 4, 66560], [48, 4, 87040], [32, 8, 135168]];
 
 // Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cuh`).

@@ -42,7 +42,7 @@ constexpr int COMBINE_BATCH = 16;
 
 // Pipeline stages per team in the 16-row kernels for large batches, and in the other kernels.
 // Each stage has buffers for one key tile and one value tile.
-constexpr int BATCH_STAGES = 3, OTHER_STAGES = 2;
+constexpr int LARGE_BATCH_STAGES = 3, OTHER_STAGES = 2;
 // Padding elements per query, key or value row in shared memory.
 // With the padding, a row has an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
 constexpr int ROW_PADDING = 8;
@@ -70,12 +70,12 @@ constexpr TileSizes tile_sizes(const int (&table)[6][3], int head_dim) {
 template <int HEAD_DIM, int TILE_ROWS, const int (&SIZES)[6][3], int PIPELINE_STAGES> struct FlashTile {
     static constexpr TileSizes TILE = tile_sizes(SIZES, HEAD_DIM);
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, KEYS = TILE.keys, STAGES = PIPELINE_STAGES;
-    static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
-    static constexpr int TEAMS = FEW ? TILE.warps : 1, WARPS = TILE.warps / TEAMS;  // WARPS: warps per team
+    static constexpr bool IS_DECODE = ROWS == FLASH_DECODE_ROWS, IS_LARGE_PREFILL = ROWS == FLASH_LARGE_PREFILL_ROWS;
+    static constexpr int TEAMS = IS_DECODE ? TILE.warps : 1, WARPS = TILE.warps / TEAMS;  // WARPS: warps per team
     static constexpr int M = ROWS / 16 / WARPS;
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
     // Large heads need more registers: with head_dim = 256, the weighted sums of 16 rows take 128 registers per thread.
-    static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
+    static constexpr int MIN_BLOCKS = IS_DECODE ? 1 : IS_LARGE_PREFILL ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
     static constexpr int STRIDE = D + ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
     static constexpr bool QUERIES_IN_REGISTERS = M * D <= REGISTER_ELEMENTS;
@@ -686,12 +686,12 @@ template <typename T, typename C> __device__ __forceinline__ void attention(cons
 // Most kernels for large batches use less shared memory per thread block than 16_rows, so that more blocks fit on a
 // multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
-    DEFINE_KERNEL(16_rows, FEW, FLASH_FEW_ROWS, OTHER_STAGES, D, T, SUFFIX)                                            \
-    DEFINE_KERNEL(16_rows_batch, BATCH, FLASH_FEW_ROWS, BATCH_STAGES, D, T, SUFFIX)                                    \
-    DEFINE_KERNEL(16_rows_batch_half, BATCH_HALF, FLASH_FEW_ROWS, BATCH_STAGES, D, T, SUFFIX)                          \
-    DEFINE_KERNEL(16_rows_batch_quarter, BATCH_QUARTER, FLASH_FEW_ROWS, BATCH_STAGES, D, T, SUFFIX)                    \
-    DEFINE_KERNEL(64_rows, MEDIUM, FLASH_MEDIUM_ROWS, OTHER_STAGES, D, T, SUFFIX)                                      \
-    DEFINE_KERNEL(128_rows, MANY, FLASH_MANY_ROWS, OTHER_STAGES, D, T, SUFFIX)
+    DEFINE_KERNEL(16_rows, SMALL_BATCH, FLASH_DECODE_ROWS, OTHER_STAGES, D, T, SUFFIX)                                 \
+    DEFINE_KERNEL(16_rows_batch, LARGE_BATCH, FLASH_DECODE_ROWS, LARGE_BATCH_STAGES, D, T, SUFFIX)                     \
+    DEFINE_KERNEL(16_rows_batch_half, LARGE_BATCH_HALF, FLASH_DECODE_ROWS, LARGE_BATCH_STAGES, D, T, SUFFIX)           \
+    DEFINE_KERNEL(16_rows_batch_quarter, LARGE_BATCH_QUARTER, FLASH_DECODE_ROWS, LARGE_BATCH_STAGES, D, T, SUFFIX)     \
+    DEFINE_KERNEL(64_rows, SMALL_PREFILL, FLASH_SMALL_PREFILL_ROWS, OTHER_STAGES, D, T, SUFFIX)                        \
+    DEFINE_KERNEL(128_rows, LARGE_PREFILL, FLASH_LARGE_PREFILL_ROWS, OTHER_STAGES, D, T, SUFFIX)
 #define DEFINE_HEAD_DIM(D)                                                                                             \
     DEFINE_DTYPE(D, __half, f16)                                                                                       \
     DEFINE_DTYPE(D, __nv_bfloat16, bf16)

@@ -176,14 +176,14 @@ impl FlashAttention {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         let (heads_per_kv, gpu, dtype) = (shape.heads / shape.kv_heads, gpu_limits(device)?, q.dtype());
         let mut launches = Vec::with_capacity(2);
-        for is_few in [true, false] {
-            let spans = queries.spans().iter().filter(|span| span.is_few(heads_per_kv) == is_few);
+        for has_few_rows in [true, false] {
+            let spans = queries.spans().iter().filter(|span| span.has_few_rows(heads_per_kv) == has_few_rows);
             let counts = RowCounts::of_sequences(spans.map(|span| span.tokens * heads_per_kv));
             if counts.total == 0 {
                 continue;
             }
             let tile = choose_tile(gpu, shape, dtype, mask, counts)?;
-            let tiles = queries.row_tiles(heads_per_kv, tile.rows, is_few)?;
+            let tiles = queries.row_tiles(heads_per_kv, tile.rows, has_few_rows)?;
             let row_tiles = tiles.dim(0)?;
             let partitions = tile.partitions(gpu, shape.kv_heads, row_tiles, mask);
             let (rows, grid) = (LaunchRows::Listed(tiles), TileGrid { row_tiles, partitions });

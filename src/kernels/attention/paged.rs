@@ -5,13 +5,13 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::kernels::constants::FLASH_FEW_ROWS;
+use crate::kernels::constants::FLASH_DECODE_ROWS;
 
 pub use crate::kernels::constants::BLOCK_TOKENS;
 
 /// The largest number of rows per KV head with which a sequence has few rows: two 16-row tiles.
 /// A row is one query head of one token.
-pub(super) const MAX_FEW_ROWS: usize = 2 * FLASH_FEW_ROWS;
+pub(super) const MAX_FEW_ROWS: usize = 2 * FLASH_DECODE_ROWS;
 
 /// The cached keys and values of one layer, for all sequences.
 #[derive(Clone, Copy)]
@@ -35,7 +35,7 @@ pub struct QuerySpan {
 impl QuerySpan {
     /// Returns whether the span has at most [`MAX_FEW_ROWS`] rows per KV head.
     /// `heads_per_kv` is the number of query heads per KV head.
-    pub(super) fn is_few(&self, heads_per_kv: usize) -> bool {
+    pub(super) fn has_few_rows(&self, heads_per_kv: usize) -> bool {
         self.tokens * heads_per_kv <= MAX_FEW_ROWS
     }
 }
@@ -47,7 +47,7 @@ pub struct Queries {
     positions: Tensor,
     /// u32 `[tokens]`: the index of each token's sequence.
     sequences: Tensor,
-    /// Cached results of `row_tiles`, by (`heads_per_kv`, `rows_per_tile`, `is_few`).
+    /// Cached results of `row_tiles`, by (`heads_per_kv`, `rows_per_tile`, `has_few_rows`).
     /// Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
     /// Counters of finished partitions, u32, shared by all layers. All are zero between launches, because the last
@@ -124,7 +124,7 @@ impl Queries {
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
     }
 
-    /// Returns the row tiles of the sequences for which [`QuerySpan::is_few`] equals `is_few`.
+    /// Returns the row tiles of the sequences for which [`QuerySpan::has_few_rows`] equals `has_few_rows`.
     ///
     /// The result is u32 `[tiles, 4]`, with four values for each tile:
     /// - the index of the sequence, and the index of the tile in the sequence
@@ -134,12 +134,14 @@ impl Queries {
     /// `heads_per_kv` is the number of query heads per KV head.
     /// Tiles with the most keys come first, because they usually take longest. The order ignores the sliding window.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only builds with CUDA call it"))]
-    pub(super) fn row_tiles(&self, heads_per_kv: usize, rows_per_tile: usize, is_few: bool) -> Result<Tensor> {
-        if let Some(tiles) = self.tiles.borrow().get(&(heads_per_kv, rows_per_tile, is_few)) {
+    pub(super) fn row_tiles(&self, heads_per_kv: usize, rows_per_tile: usize, has_few_rows: bool) -> Result<Tensor> {
+        if let Some(tiles) = self.tiles.borrow().get(&(heads_per_kv, rows_per_tile, has_few_rows)) {
             return Ok(tiles.clone());
         }
         let mut tiles = Vec::new();
-        for (sequence, span) in self.spans.iter().enumerate().filter(|(_, span)| span.is_few(heads_per_kv) == is_few) {
+        for (sequence, span) in
+            self.spans.iter().enumerate().filter(|(_, span)| span.has_few_rows(heads_per_kv) == has_few_rows)
+        {
             for tile in 0..(span.tokens * heads_per_kv).div_ceil(rows_per_tile) {
                 let last_token = span.tokens.min(((tile + 1) * rows_per_tile).div_ceil(heads_per_kv));
                 let tile = [sequence as u32, tile as u32, span.first as u32, span.tokens as u32];
@@ -150,7 +152,7 @@ impl Queries {
         let count = tiles.len();
         let values: Vec<u32> = tiles.into_iter().flat_map(|(_, tile)| tile).collect();
         let tiles = Tensor::from_vec(values, (count, 4), self.positions.device())?;
-        self.tiles.borrow_mut().insert((heads_per_kv, rows_per_tile, is_few), tiles.clone());
+        self.tiles.borrow_mut().insert((heads_per_kv, rows_per_tile, has_few_rows), tiles.clone());
         Ok(tiles)
     }
 

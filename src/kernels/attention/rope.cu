@@ -13,7 +13,7 @@
 //   grid: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block); a warp has HEADS heads of a token
 //     split_qkv, for one term: HEADS = ROPE_HEADS_PER_WARP
 //     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens or several terms: HEADS = 1
-//     split_qkv_wide, for one term, and split_qkv_wide_terms, both without norms: see the template below
+//     split_qkv_vectorized, for one term, and split_qkv_vectorized_terms, both without norms: see the template below
 //   block: a multiple of 32
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 · terms + sizeof(T))
 #include "constants.cuh"
@@ -118,7 +118,7 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
 // A lane loads four elements at once, so qkv, bias, cos and sin must be aligned to 16 bytes.
 // If SEVERAL is false, qkv has one term.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
-template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_wide(const SplitQkvArguments<T>& args) {
+template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_vectorized(const SplitQkvArguments<T>& args) {
     const int heads = args.heads, kv_heads = args.kv_heads, head_dim = args.head_dim;
     const int all = heads + 2 * kv_heads, half = head_dim / 2, lanes = head_dim / 8, at_once = 32 / lanes;
     const int warps_per_token = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
@@ -168,12 +168,13 @@ template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_wide(co
     }
 }
 
-// The argument is not __grid_constant__: with it, split_qkv_wide needs 54 registers instead of 48 (CUDA 13.0, H200).
+// The argument is not __grid_constant__: with it, split_qkv_vectorized needs 54 registers instead of 48 (CUDA 13.0,
+// H200).
 #define DEFINE_KERNEL(NAME, FUNCTION, T)                                                                               \
     extern "C" __global__ void NAME(const SplitQkvArguments<T> args) { FUNCTION(args); }
 #define DEFINE(T, SUFFIX)                                                                                              \
     DEFINE_KERNEL(split_qkv_##SUFFIX, (split_qkv<T, ROPE_HEADS_PER_WARP>), T)                                          \
     DEFINE_KERNEL(split_qkv_few_tokens_##SUFFIX, (split_qkv<T, 1>), T)                                                 \
-    DEFINE_KERNEL(split_qkv_wide_##SUFFIX, (split_qkv_wide<T, ROPE_WIDE_HEADS, false>), T)                             \
-    DEFINE_KERNEL(split_qkv_wide_terms_##SUFFIX, (split_qkv_wide<T, ROPE_WIDE_HEADS, true>), T)
+    DEFINE_KERNEL(split_qkv_vectorized_##SUFFIX, (split_qkv_vectorized<T, ROPE_VECTORIZED_HEADS, false>), T)           \
+    DEFINE_KERNEL(split_qkv_vectorized_terms_##SUFFIX, (split_qkv_vectorized<T, ROPE_VECTORIZED_HEADS, true>), T)
 FOR_EACH_DTYPE(DEFINE)

@@ -204,7 +204,7 @@ mod with_cuda {
     use candle_core::{Result, Tensor};
 
     use super::{CachedLayer, HeadSizes, Rotation, SplitQkvInputs};
-    use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP, ROPE_WIDE_HEADS};
+    use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP, ROPE_VECTORIZED_HEADS};
     use crate::kernels::launch::{
         Arguments, Launch, LaunchShape, address, dtype_suffix, kernel_size, module, optional_address,
     };
@@ -270,16 +270,16 @@ mod with_cuda {
         };
         let used = [qkv, cos, sin, positions, &q, k, v, slots].into_iter().chain(bias).chain(q_norm).chain(k_norm);
         let arguments = Arguments::new().value(raw, used);
-        let mut is_wide = norms.is_none() && 2 * half == head_dim && matches!(head_dim, 64 | 128 | 256);
+        let mut is_vectorized = norms.is_none() && 2 * half == head_dim && matches!(head_dim, 64 | 128 | 256);
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
-            is_wide &= address(tensor)?.is_multiple_of(16);
+            is_vectorized &= address(tensor)?.is_multiple_of(16);
         }
         // Only products of at most `DENSE_WGMMA_MAX_TOKENS` tokens have several terms, so they count as few tokens.
         // The kernel `split_qkv` must not run with several terms, because it reads only the first term.
         let has_few_tokens = tokens <= ROPE_FEW_TOKENS || terms > 1;
-        let (name, heads_per_warp) = if is_wide {
-            let name = if terms > 1 { "split_qkv_wide_terms" } else { "split_qkv_wide" };
-            (name, ROPE_WIDE_HEADS * 256 / head_dim)
+        let (name, heads_per_warp) = if is_vectorized {
+            let name = if terms > 1 { "split_qkv_vectorized_terms" } else { "split_qkv_vectorized" };
+            (name, ROPE_VECTORIZED_HEADS * 256 / head_dim)
         } else if has_few_tokens {
             ("split_qkv_few_tokens", 1)
         } else {

@@ -5,8 +5,9 @@
 use super::mask::AttentionMask;
 use super::paged::MAX_FEW_ROWS;
 use crate::kernels::constants::{
-    FLASH_BATCH_HALF_TILES, FLASH_BATCH_QUARTER_TILES, FLASH_BATCH_TILES, FLASH_FEW_ROWS, FLASH_FEW_TILES,
-    FLASH_HEAD_DIMS, FLASH_MANY_ROWS, FLASH_MANY_TILES, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_TILES,
+    FLASH_DECODE_ROWS, FLASH_HEAD_DIMS, FLASH_LARGE_BATCH_HALF_TILES, FLASH_LARGE_BATCH_QUARTER_TILES,
+    FLASH_LARGE_BATCH_TILES, FLASH_LARGE_PREFILL_ROWS, FLASH_LARGE_PREFILL_TILES, FLASH_SMALL_BATCH_TILES,
+    FLASH_SMALL_PREFILL_ROWS, FLASH_SMALL_PREFILL_TILES,
 };
 
 /// The maximum number of partitions per row tile.
@@ -23,10 +24,10 @@ const FIXED_PARTITIONS: usize = 4;
 const MAX_UNPARTITIONED_WINDOW: usize = 256;
 
 /// The number of 128-row thread blocks per multiprocessor that fill the GPU.
-const MANY_BLOCKS: usize = 2;
+const FULL_GPU_BLOCKS: usize = 2;
 
 /// In a large batch without a small sliding window, the kernel's thread blocks on a multiprocessor must together use at
-/// least this percentage of the shared memory that the blocks of any other `Batch` kernel use.
+/// least this percentage of the shared memory that the blocks of any other `LargeBatch` kernel use.
 const MIN_SHARED_PERCENT: usize = 75;
 
 /// In a large batch without a small sliding window, a kernel with smaller key tiles is chosen if the batch has at least
@@ -36,10 +37,10 @@ const FULL_GPU_PERCENT: usize = 90;
 
 /// The minimum number of keys per partition in a small batch. One sequence decoded 726, 711 and 704 tokens/s after
 /// 1,024 tokens with at least 128, 512 and 1,024 keys per partition (H200, 2026-11-29, `docs/history/benchmarks.md`).
-const FEW_PARTITION_KEYS: usize = 128;
+const SMALL_BATCH_PARTITION_KEYS: usize = 128;
 
 /// The minimum number of keys per partition in a large batch.
-const BATCH_PARTITION_KEYS: usize = 1024;
+const LARGE_BATCH_PARTITION_KEYS: usize = 1024;
 
 /// The minimum number of key tiles per partition with 64-row and 128-row tiles.
 const PREFILL_PARTITION_TILES: usize = 4;
@@ -57,8 +58,8 @@ pub(super) struct GpuLimits {
 pub(super) struct RowCounts {
     /// The number of rows of the sequence with the most rows.
     pub longest: usize,
-    /// The number of row tiles if each tile has 16 rows.
-    pub few_tiles: usize,
+    /// The number of row tiles if each tile has [`FLASH_DECODE_ROWS`] rows.
+    pub decode_tiles: usize,
     /// The number of rows of all sequences.
     pub total: usize,
 }
@@ -68,7 +69,7 @@ impl RowCounts {
     pub fn of_sequences(rows: impl Iterator<Item = usize>) -> Self {
         rows.fold(Self::default(), |counts, rows| Self {
             longest: counts.longest.max(rows),
-            few_tiles: counts.few_tiles + rows.div_ceil(FLASH_FEW_ROWS),
+            decode_tiles: counts.decode_tiles + rows.div_ceil(FLASH_DECODE_ROWS),
             total: counts.total + rows,
         })
     }
@@ -92,14 +93,14 @@ pub(super) struct TileKernel {
 #[derive(Clone, Copy, PartialEq)]
 enum TileKind {
     /// Few rows per sequence, as in decoding, in a small batch. Its 16-row tiles do not outnumber the multiprocessors.
-    Few,
+    SmallBatch,
     /// Few rows per sequence, in a large batch.
-    Batch,
+    LargeBatch,
     /// Many rows per sequence, as in prompts, but not enough to fill the GPU with 128-row tiles.
-    /// Also replaces `Few` and `Many` if their kernels need more shared memory than the GPU has.
-    Medium,
+    /// Also replaces `SmallBatch` and `LargePrefill` if their kernels need more shared memory than the GPU has.
+    SmallPrefill,
     /// Many rows per sequence, and enough to fill the GPU with 128-row tiles.
-    Many,
+    LargePrefill,
 }
 
 impl TileKernel {
@@ -107,16 +108,16 @@ impl TileKernel {
     /// Returns `None` if no kernel supports the head size, or if the GPU has too little shared memory.
     ///
     /// A thread block computes one row tile of one KV head. The choice depends on the longest sequence, and on the
-    /// number of thread blocks if each row tile has 16 rows:
+    /// number of thread blocks if each row tile has [`FLASH_DECODE_ROWS`] rows, which is 16:
     ///
     /// | rows of the longest sequence | 16-row thread blocks | kernel |
     /// | --- | --- | --- |
-    /// | more than [`MAX_FEW_ROWS`] | any number | `Many` if its thread blocks fill the GPU, otherwise `Medium` |
-    /// | up to [`MAX_FEW_ROWS`] | up to one per multiprocessor | `Few` |
-    /// | up to [`MAX_FEW_ROWS`] | more, small sliding window | the first `Batch` kernel whose blocks all run at once |
-    /// | up to [`MAX_FEW_ROWS`] | more, otherwise | the first `Batch` kernel that uses the shared memory well |
+    /// | more than [`MAX_FEW_ROWS`] | any number | `LargePrefill` if its blocks fill the GPU, else `SmallPrefill` |
+    /// | up to [`MAX_FEW_ROWS`] | up to one per multiprocessor | `SmallBatch` |
+    /// | up to [`MAX_FEW_ROWS`] | more, small window | the first `LargeBatch` one whose blocks all run at once |
+    /// | up to [`MAX_FEW_ROWS`] | more, otherwise | the first `LargeBatch` one that uses the shared memory well |
     ///
-    /// `Medium` replaces `Many` and `Few` if their blocks need more shared memory than the GPU has.
+    /// If `LargePrefill` or `SmallBatch` needs more shared memory than the GPU has, `SmallPrefill` replaces it.
     pub fn choose(
         gpu: GpuLimits,
         head_dim: usize,
@@ -124,21 +125,23 @@ impl TileKernel {
         mask: AttentionMask,
         rows: RowCounts,
     ) -> Option<Self> {
-        let fills_gpu = kv_heads * rows.total.div_ceil(FLASH_MANY_ROWS) >= MANY_BLOCKS * gpu.multiprocessors;
-        let few_blocks = kv_heads * rows.few_tiles;
+        let fills_gpu =
+            kv_heads * rows.total.div_ceil(FLASH_LARGE_PREFILL_ROWS) >= FULL_GPU_BLOCKS * gpu.multiprocessors;
+        let decode_blocks = kv_heads * rows.decode_tiles;
         let mut tiles = Self::that_fit(gpu, head_dim);
         if rows.longest > MAX_FEW_ROWS {
-            return tiles.find(|tile| tile.kind == TileKind::Many && fills_gpu || tile.kind == TileKind::Medium);
+            return tiles
+                .find(|tile| tile.kind == TileKind::LargePrefill && fills_gpu || tile.kind == TileKind::SmallPrefill);
         }
-        if few_blocks <= gpu.multiprocessors {
-            return tiles.find(|tile| matches!(tile.kind, TileKind::Few | TileKind::Medium));
+        if decode_blocks <= gpu.multiprocessors {
+            return tiles.find(|tile| matches!(tile.kind, TileKind::SmallBatch | TileKind::SmallPrefill));
         }
-        let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::Batch).collect();
+        let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::LargeBatch).collect();
         let fitting = |tile: &Self| tile.blocks_per_multiprocessor(gpu) * gpu.multiprocessors;
         if has_small_window(mask) {
             // With few keys, starting takes up much of a thread block's time.
             // Take the first tile with which all thread blocks run at the same time, otherwise the last tile.
-            return batch.iter().find(|tile| few_blocks <= fitting(tile)).or(batch.last()).copied();
+            return batch.iter().find(|tile| decode_blocks <= fitting(tile)).or(batch.last()).copied();
         }
         // Thread blocks with many warps finish sequences with many keys sooner.
         // Take the tile with the most warps, unless it leaves much of the shared memory unused.
@@ -147,8 +150,9 @@ impl TileKernel {
         let first = batch.iter().position(|tile| 100 * used(tile) >= MIN_SHARED_PERCENT * most)?;
         // If the next tile has as many warps, its key tiles are smaller.
         // It is then faster if its thread blocks nearly fill the GPU.
-        let is_faster =
-            |next: &&Self| next.threads == batch[first].threads && 100 * few_blocks >= FULL_GPU_PERCENT * fitting(next);
+        let is_faster = |next: &&Self| {
+            next.threads == batch[first].threads && 100 * decode_blocks >= FULL_GPU_PERCENT * fitting(next)
+        };
         batch.get(first + 1).filter(is_faster).or(batch.get(first)).copied()
     }
 
@@ -157,8 +161,8 @@ impl TileKernel {
     /// Otherwise, the tile is the first one for large batches that fits.
     /// Returns `None` if there is no such tile.
     pub fn for_fixed_order(gpu: GpuLimits, head_dim: usize) -> Option<Self> {
-        let tile = Self::that_fit(gpu, head_dim).next().filter(|tile| tile.rows == FLASH_FEW_ROWS)?;
-        Some(Self { kind: TileKind::Few, ..tile })
+        let tile = Self::that_fit(gpu, head_dim).next().filter(|tile| tile.rows == FLASH_DECODE_ROWS)?;
+        Some(Self { kind: TileKind::SmallBatch, ..tile })
     }
 
     /// Returns the kernels for a head size that need no more shared memory than the GPU has.
@@ -177,12 +181,12 @@ impl TileKernel {
             Self { kind, name, rows, keys, threads: 32 * warps, shared_bytes }
         };
         [
-            tile(TileKind::Few, "16_rows", FLASH_FEW_ROWS, FLASH_FEW_TILES),
-            tile(TileKind::Batch, "16_rows_batch", FLASH_FEW_ROWS, FLASH_BATCH_TILES),
-            tile(TileKind::Batch, "16_rows_batch_half", FLASH_FEW_ROWS, FLASH_BATCH_HALF_TILES),
-            tile(TileKind::Batch, "16_rows_batch_quarter", FLASH_FEW_ROWS, FLASH_BATCH_QUARTER_TILES),
-            tile(TileKind::Many, "128_rows", FLASH_MANY_ROWS, FLASH_MANY_TILES),
-            tile(TileKind::Medium, "64_rows", FLASH_MEDIUM_ROWS, FLASH_MEDIUM_TILES),
+            tile(TileKind::SmallBatch, "16_rows", FLASH_DECODE_ROWS, FLASH_SMALL_BATCH_TILES),
+            tile(TileKind::LargeBatch, "16_rows_batch", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_TILES),
+            tile(TileKind::LargeBatch, "16_rows_batch_half", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_HALF_TILES),
+            tile(TileKind::LargeBatch, "16_rows_batch_quarter", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_QUARTER_TILES),
+            tile(TileKind::LargePrefill, "128_rows", FLASH_LARGE_PREFILL_ROWS, FLASH_LARGE_PREFILL_TILES),
+            tile(TileKind::SmallPrefill, "64_rows", FLASH_SMALL_PREFILL_ROWS, FLASH_SMALL_PREFILL_TILES),
         ]
     }
 
@@ -193,10 +197,10 @@ impl TileKernel {
         // In a large batch, sequences can have very different numbers of keys. To balance the work, the partitions
         // create up to twice as many thread blocks as fit on the GPU at the same time.
         let blocks_per_multiprocessor = match self.kind {
-            TileKind::Few => 1,
-            TileKind::Batch => 2 * self.blocks_per_multiprocessor(gpu),
-            TileKind::Medium => 2,
-            TileKind::Many => 0,
+            TileKind::SmallBatch => 1,
+            TileKind::LargeBatch => 2 * self.blocks_per_multiprocessor(gpu),
+            TileKind::SmallPrefill => 2,
+            TileKind::LargePrefill => 0,
         };
         limit_partitions(mask, blocks_per_multiprocessor * gpu.multiprocessors / (kv_heads * row_tiles))
     }
@@ -205,9 +209,9 @@ impl TileKernel {
     /// With fewer keys per partition, combining the results of the partitions takes longer than the partitions save.
     pub fn min_partition_tiles(&self) -> usize {
         match self.kind {
-            TileKind::Few => FEW_PARTITION_KEYS.div_ceil(self.keys),
-            TileKind::Batch => BATCH_PARTITION_KEYS.div_ceil(self.keys),
-            TileKind::Medium | TileKind::Many => PREFILL_PARTITION_TILES,
+            TileKind::SmallBatch => SMALL_BATCH_PARTITION_KEYS.div_ceil(self.keys),
+            TileKind::LargeBatch => LARGE_BATCH_PARTITION_KEYS.div_ceil(self.keys),
+            TileKind::SmallPrefill | TileKind::LargePrefill => PREFILL_PARTITION_TILES,
         }
     }
 
@@ -242,8 +246,7 @@ mod tests {
     use super::*;
 
     const H200: GpuLimits = GpuLimits { multiprocessors: 132, max_shared_bytes: 232_448 };
-    /// The limits of an RTX 4090.
-    const SMALL: GpuLimits = GpuLimits { multiprocessors: 128, max_shared_bytes: 101_376 };
+    const RTX_4090: GpuLimits = GpuLimits { multiprocessors: 128, max_shared_bytes: 101_376 };
     const ALL: AttentionMask = AttentionMask { window: None, scale: 1.0, softcap: None };
     const WINDOW: AttentionMask = AttentionMask { window: Some(128), ..ALL };
 
@@ -274,15 +277,15 @@ mod tests {
             (H200, 128, 8, WINDOW, 1, 2048, "64_rows", 1, 4),
             (H200, 256, 4, ALL, 200, 8, "16_rows_batch", 1, 64),
             (H200, 128, 8, ALL, 64, 4, "16_rows_batch", 1, 64),
-            (SMALL, 64, 8, ALL, 1, 8, "64_rows", 32, 4),
-            (SMALL, 64, 8, ALL, 32, 8, "16_rows_batch_quarter", 3, 32),
-            (SMALL, 128, 8, ALL, 17, 4, "16_rows_batch_quarter", 5, 64),
-            (SMALL, 128, 8, ALL, 64, 4, "16_rows_batch_quarter", 1, 64),
-            (SMALL, 128, 8, ALL, 1, 4096, "128_rows", 1, 4),
-            (SMALL, 256, 4, ALL, 1, 4096, "64_rows", 1, 4),
-            (SMALL, 256, 4, ALL, 1, 8, "64_rows", 64, 4),
-            (SMALL, 256, 4, ALL, 64, 8, "16_rows_batch_quarter", 1, 64),
-            (SMALL, 80, 8, ALL, 1, 8, "16_rows", 16, 8),
+            (RTX_4090, 64, 8, ALL, 1, 8, "64_rows", 32, 4),
+            (RTX_4090, 64, 8, ALL, 32, 8, "16_rows_batch_quarter", 3, 32),
+            (RTX_4090, 128, 8, ALL, 17, 4, "16_rows_batch_quarter", 5, 64),
+            (RTX_4090, 128, 8, ALL, 64, 4, "16_rows_batch_quarter", 1, 64),
+            (RTX_4090, 128, 8, ALL, 1, 4096, "128_rows", 1, 4),
+            (RTX_4090, 256, 4, ALL, 1, 4096, "64_rows", 1, 4),
+            (RTX_4090, 256, 4, ALL, 1, 8, "64_rows", 64, 4),
+            (RTX_4090, 256, 4, ALL, 64, 8, "16_rows_batch_quarter", 1, 64),
+            (RTX_4090, 80, 8, ALL, 1, 8, "16_rows", 16, 8),
         ] {
             let counts = RowCounts::of_sequences(std::iter::repeat_n(rows, sequences));
             let case = format!("{gpu:?}, head size {head_dim}, {kv_heads} KV heads, {mask:?}, {counts:?}");
@@ -296,7 +299,7 @@ mod tests {
     #[test]
     fn unsupported_head_sizes_and_gpus_with_too_little_shared_memory_have_no_kernel() {
         let counts = RowCounts::of_sequences([8].into_iter());
-        let tiny = GpuLimits { max_shared_bytes: 49_152, ..SMALL };
+        let tiny = GpuLimits { max_shared_bytes: 49_152, ..RTX_4090 };
         for (gpu, head_dim) in [(H200, 40), (tiny, 256)] {
             assert!(TileKernel::choose(gpu, head_dim, 8, ALL, counts).is_none(), "{gpu:?}, head size {head_dim}");
             assert!(TileKernel::for_fixed_order(gpu, head_dim).is_none(), "{gpu:?}, head size {head_dim}");
@@ -305,9 +308,12 @@ mod tests {
 
     #[test]
     fn with_a_fixed_order_only_the_gpu_the_head_size_and_the_window_matter() {
-        for (gpu, head_dim, name) in
-            [(H200, 64, "16_rows"), (H200, 256, "16_rows"), (SMALL, 64, "16_rows_batch_half"), (SMALL, 80, "16_rows")]
-        {
+        for (gpu, head_dim, name) in [
+            (H200, 64, "16_rows"),
+            (H200, 256, "16_rows"),
+            (RTX_4090, 64, "16_rows_batch_half"),
+            (RTX_4090, 80, "16_rows"),
+        ] {
             let tile = TileKernel::for_fixed_order(gpu, head_dim).expect(name);
             assert_eq!(
                 (tile.name, tile.min_partition_tiles()),
@@ -321,6 +327,6 @@ mod tests {
     #[test]
     fn row_counts_are_the_maximum_and_the_sums_over_the_sequences() {
         let counts = RowCounts::of_sequences([8, 40, 16].into_iter());
-        assert_eq!(counts, RowCounts { longest: 40, few_tiles: 1 + 3 + 1, total: 64 });
+        assert_eq!(counts, RowCounts { longest: 40, decode_tiles: 1 + 3 + 1, total: 64 });
     }
 }

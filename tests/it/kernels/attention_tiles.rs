@@ -20,9 +20,9 @@ struct TileCase {
 fn tile_cases() -> Vec<TestCase<(TileCase, DType)>> {
     use AttentionCase as Case;
     // With 130 rows per KV head, there are two tiles of 128 rows per multiprocessor.
-    let many = Case { spans: &[(130, 3)], heads: 1, kv_heads: 1, head_dim: 128, window: Some(90), has_sinks: true };
+    let prefill = Case { spans: &[(130, 3)], heads: 1, kv_heads: 1, head_dim: 128, window: Some(90), has_sinks: true };
     // Three sequences with one new token each have three tiles of 16 rows per multiprocessor.
-    let few = Case {
+    let decode = Case {
         spans: &[(1, 250), (1, 0), (1, 999)],
         heads: 1,
         kv_heads: 1,
@@ -30,15 +30,15 @@ fn tile_cases() -> Vec<TestCase<(TileCase, DType)>> {
         window: None,
         has_sinks: true,
     };
-    let small_window = Case { window: Some(128), ..few };
+    let small_window = Case { window: Some(128), ..decode };
     let cases: [(&'static [&'static str], Case); 14] = [
-        (&["128_rows"], many),
-        (&["128_rows"], Case { head_dim: 256, window: None, ..many }),
-        (&["16_rows_batch"], few),
-        (&["16_rows_batch_half"], Case { spans: &[(1, 700), (1, 1200), (1, 64), (1, 2)], ..few }),
+        (&["128_rows"], prefill),
+        (&["128_rows"], Case { head_dim: 256, window: None, ..prefill }),
+        (&["16_rows_batch"], decode),
+        (&["16_rows_batch_half"], Case { spans: &[(1, 700), (1, 1200), (1, 64), (1, 2)], ..decode }),
         // The first sequence has enough keys for two partitions.
-        (&["16_rows_batch"], Case { spans: &[(1, 2500), (1, 30)], ..few }),
-        (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..few }),
+        (&["16_rows_batch"], Case { spans: &[(1, 2500), (1, 30)], ..decode }),
+        (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..decode }),
         // With a small window, the kernel depends on the number of thread blocks per multiprocessor.
         (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 90)], ..small_window }),
         (&["16_rows_batch_half"], Case { heads: 2, ..small_window }),
@@ -49,7 +49,7 @@ fn tile_cases() -> Vec<TestCase<(TileCase, DType)>> {
         (&["16_rows_batch_half"], Case { spans: &[(1, 90); 4], head_dim: 80, ..small_window }),
         (
             &["16_rows_batch", "64_rows"],
-            Case { spans: &[(1, 300), (2, 999), (40, 0)], head_dim: 128, window: Some(100), ..few },
+            Case { spans: &[(1, 300), (2, 999), (40, 0)], head_dim: 128, window: Some(100), ..decode },
         ),
     ];
     let named = |(tiles, pass): (&'static [&'static str], Case)| {
