@@ -8,8 +8,8 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::{Result, Storage, Tensor, bail};
 
+use super::host_mailbox::{HostMailbox, MailboxSlots};
 use super::host_words::{HostWordRange, HostWords};
-use super::mailbox::{HostMailbox, MailboxSlots};
 
 /// Returns the device address of a tensor's first element.
 /// Fails if the tensor is not contiguous, is not on a GPU, or has a dtype that no kernel supports.

@@ -10,20 +10,20 @@
 mod arguments;
 mod device;
 mod graph;
+mod host_mailbox;
 mod host_words;
 mod kernel_launch;
 mod list;
-mod mailbox;
 mod module;
 mod tensor_map;
 
 pub use arguments::{Arg, Arguments, address, kernel_size, optional_address};
 pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors, runs_hopper_code, runs_wgmma};
 pub use graph::LaunchGraph;
+pub use host_mailbox::{HostMailbox, MailboxSlots};
 pub use host_words::{HostWordRange, HostWords};
 pub use kernel_launch::{Launch, LaunchShape};
 pub use list::{LaunchList, TimedLaunch};
-pub use mailbox::{HostMailbox, MailboxSlots};
 pub use module::Module;
 pub(crate) use module::module;
 pub use tensor_map::{BoxOrder, TensorMap};
