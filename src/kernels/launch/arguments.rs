@@ -64,6 +64,16 @@ impl Arg {
         Ok(Arg::Address(address(tensor)?))
     }
 
+    /// Returns the size of the argument's value in bytes.
+    fn size(&self) -> usize {
+        match self {
+            Arg::Address(value) => size_of_val(value),
+            Arg::Int(value) => size_of_val(value),
+            Arg::Float(value) => size_of_val(value),
+            Arg::Struct(value) => size_of_val(&**value),
+        }
+    }
+
     /// Returns a pointer to the argument's value, as `cuLaunchKernelEx` expects it.
     fn pointer(&self) -> *mut c_void {
         match self {
@@ -170,6 +180,11 @@ impl Arguments {
     /// Adds a boolean as an i32: 1 for true, 0 for false.
     pub fn flag(self, value: bool) -> Self {
         self.int(usize::from(value))
+    }
+
+    /// Returns the sizes of the arguments' values in bytes.
+    pub(super) fn sizes(&self) -> Vec<usize> {
+        self.args.iter().map(Arg::size).collect()
     }
 
     /// Returns pointers to the arguments' values. The pointers are valid until the arguments are changed or dropped.

@@ -3,11 +3,12 @@
 use candle_core::cuda_backend::cudarc::driver::sys::{self, CUfunction_attribute};
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 
 use super::arguments::Arguments;
 use super::device::runs_hopper_code;
 use super::module::Module;
+use super::parameters;
 use crate::kernels::constants::ELEMENT_THREADS;
 
 /// The bytes of dynamic shared memory that a kernel may use without raising its shared memory limit.
@@ -121,14 +122,18 @@ impl Launch {
 
     /// Loads the kernel, and raises the kernel's shared memory limit if necessary.
     /// Fails if the grid is empty or too large, or if a size among the arguments does not fit in an i32.
+    /// In debug builds, also fails if an argument does not have the size of the kernel's parameter.
     pub(super) fn prepare(self, device: &CudaDevice) -> Result<PreparedLaunch> {
         let Self { module, kernel, shape, arguments, bytes_moved, .. } = self;
         if shape.is_empty() {
             bail!("cannot record a launch of {kernel}: the grid {:?} is empty", shape.grid);
         }
-        let checked = shape.check().and_then(|()| arguments.check());
-        checked.map_err(|error| error.context(format!("cannot launch {kernel}")))?;
+        let in_context = |error: Error| error.context(format!("cannot launch {kernel}"));
+        shape.check().and_then(|()| arguments.check()).map_err(in_context)?;
         let function = module.function(device, &kernel)?;
+        if cfg!(debug_assertions) {
+            parameters::check(&function, &arguments).map_err(in_context)?;
+        }
         if shape.shared_bytes > DEFAULT_SHARED_BYTES {
             allow_shared_bytes(&function, shape.shared_bytes)?;
         }

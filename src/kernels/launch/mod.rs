@@ -15,6 +15,7 @@ mod host_words;
 mod kernel_launch;
 mod list;
 mod module;
+mod parameters;
 mod tensor_map;
 
 pub use arguments::{Arg, Arguments, address, kernel_size, optional_address};

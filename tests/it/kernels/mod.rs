@@ -11,6 +11,8 @@ mod attention;
 mod attention_tiles;
 #[cfg(feature = "cuda")]
 mod experts;
+#[cfg(all(feature = "cuda", debug_assertions))]
+mod launches;
 #[cfg(feature = "cuda")]
 mod matmul;
 mod moe;
