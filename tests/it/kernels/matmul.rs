@@ -114,9 +114,10 @@ fn products_of_several_tokens_match_their_reference(((rows, columns), dtype): (M
                 Ok(got) => {
                     let want = gated_halves(&want, activation, dtype).unwrap().to_dtype(DType::F32).unwrap();
                     let rounding = if dtype == DType::BF16 { 1.0 / 256.0 } else { 1.0 / 2048.0 };
+                    let what = format!("{what}, {activation:?}");
                     assert_close(&what, &got.to_dtype(DType::F32).unwrap(), &want, tolerance + rounding);
                 }
-                Err(error) => assert!(!supported, "{what}: {error}"),
+                Err(error) => assert!(!supported, "{what}, {activation:?}: {error}"),
             }
         }
     }
@@ -221,10 +222,12 @@ fn products_of_any_number_of_tokens_match_their_reference(((rows, columns), dtyp
         let what = format!("{tokens} tokens");
         let first = |want: &Tensor| want.narrow(0, 0, tokens).unwrap();
         // Tensor cores round sums toward zero, so the error grows with the number of columns.
-        assert_close(&what, &matmul_f32(&x, &weight, SumOrder::Fastest).unwrap(), &first(&want), tolerance);
+        let got = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+        assert_close(&format!("matmul_f32, {what}"), &got, &first(&want), tolerance);
         let got = matmul_rounded(&x, &weight, SumOrder::Fastest).unwrap().to_dtype(DType::F32).unwrap();
         // If `got` and `rounded` are rounded in opposite directions, they differ by one unit in the last place.
-        assert_close(&what, &got, &first(&rounded), if dtype == DType::BF16 { 1e-2 } else { 1.3e-3 });
+        let tolerance = if dtype == DType::BF16 { 1e-2 } else { 1.3e-3 };
+        assert_close(&format!("matmul_rounded, {what}"), &got, &first(&rounded), tolerance);
     }
 }
 

@@ -146,16 +146,17 @@ fn gated_activations_match_candle(device: TestDevice) {
         };
         let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
         let got = gated(&on_device(&gate), Some(&on_device(&up)), activation, dtype).unwrap();
-        assert_elements_close("gated", &got, &(activate(&gate) * &up).unwrap(), dtype);
+        assert_elements_close(&format!("gated, {activation:?}"), &got, &(activate(&gate) * &up).unwrap(), dtype);
         let alone = gated(&on_device(&gate), None, activation, dtype).unwrap();
-        assert_elements_close("gated without up", &alone, &activate(&gate), dtype);
+        assert_elements_close(&format!("gated without up, {activation:?}"), &alone, &activate(&gate), dtype);
 
         let both = noise.tensor(&[2, 3, 2 * 129], dtype);
         let half = |first| both.narrow(2, first, 129).unwrap();
         for input in [dtype, DType::F32] {
             let got = gated_halves(&to_device(&both, &device, input), activation, dtype).unwrap();
-            assert_eq!(got.dtype(), dtype);
-            assert_elements_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), dtype);
+            let what = format!("gated_halves, {activation:?}, x in {input:?}");
+            assert_eq!(got.dtype(), dtype, "{what}");
+            assert_elements_close(&what, &got, &(activate(&half(0)) * half(129)).unwrap(), dtype);
         }
     }
 }
