@@ -30,11 +30,14 @@ template <typename T> struct QkvTarget {
     float* unnormalized;
     int heads, kv_heads, head_dim, rotated;
 
+    // Returns the number of strips: one for each pair of elements of a head.
     __device__ __forceinline__ int strips() const { return (heads + 2 * kv_heads) * (head_dim / 2); }
+    // Returns the index in its head of output r (0 or 1) of a strip. The strips of the rotated elements come first.
     __device__ __forceinline__ int in_head(int strip, int r) const {
         const int p = strip % (head_dim / 2), half = rotated / 2;
         return p < half ? p + r * half : 2 * p + r;
     }
+    // Returns the row of the weight that computes output r of a strip.
     __device__ __forceinline__ int row(int strip, int r) const {
         return strip / (head_dim / 2) * head_dim + in_head(strip, r);
     }
@@ -44,7 +47,7 @@ static_assert(sizeof(QkvTarget<__half>) == 8 * 8 + 4 * 4, "QkvTarget must match 
 // The two outputs of a strip.
 // The constructor loads the biases, cosine and sine before the dot products are computed, to hide the latency.
 template <typename T> struct QkvPair {
-    int head, first, second;
+    int head, first, second;  // the head of both outputs, and their indices in the head
     float a_bias, b_bias, cos, sin;
 
     __device__ __forceinline__ QkvPair(const QkvTarget<T>& to, int strip, int position)
@@ -78,6 +81,20 @@ template <typename T> struct QkvPair {
     }
 };
 
+// Computes the outputs of this warp's strips. Multiplies all dot products by `scale`.
+template <typename T, typename Stream, typename Input>
+__device__ __forceinline__ void store_strips(Stream& stream, const Input& input, float scale, const uint32_t* state,
+                                             const QkvTarget<T>& to) {
+    const int position = __ldcg(state + STATE_POSITION);
+    const uint32_t row_in_cache = cache_row(to.table, position);
+    while (stream.has_strip()) {
+        const QkvPair<T> pair(to, stream.strip, position);
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) pair.store(to, row_in_cache, sum[0] * scale, sum[1] * scale);
+    }
+}
+
 template <typename T>
 __device__ void decode_qkv(const NormedVector& x, const T* weight, const uint32_t* state, const QkvTarget<T>& to) {
     extern __shared__ float4 shared[];
@@ -89,14 +106,7 @@ __device__ void decode_qkv(const NormedVector& x, const T* weight, const uint32_
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, scratch);
-    const int position = __ldcg(state + STATE_POSITION);
-    const uint32_t row_in_cache = cache_row(to.table, position);
-    while (stream.has_strip()) {
-        const QkvPair<T> pair(to, stream.strip, position);
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) pair.store(to, row_in_cache, sum[0] * scale, sum[1] * scale);
-    }
+    store_strips(stream, input, scale, state, to);
 }
 
 template <typename T>
@@ -115,14 +125,7 @@ __device__ void quantized_qkv(const NormedVector& x, const QuantizedStack& weigh
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, quantization, scratch);
-    const int position = __ldcg(state + STATE_POSITION);
-    const uint32_t row_in_cache = cache_row(to.table, position);
-    while (stream.has_strip()) {
-        const QkvPair<T> pair(to, stream.strip, position);
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) pair.store(to, row_in_cache, sum[0] * scale, sum[1] * scale);
-    }
+    store_strips(stream, input, scale, state, to);
 }
 
 // Applies the QK norms and then RoPE to each head of q and k, which decode_qkv has stored in `unnormalized`.

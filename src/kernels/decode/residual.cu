@@ -17,6 +17,19 @@
 #include "exchange/exchange.cuh"
 #include "headers/pdl.cuh"
 
+// Computes the elements of `out` for this warp's strips. Multiplies all dot products by `scale`.
+template <typename Stream, typename Input>
+__device__ __forceinline__ void store_strips(Stream& stream, const Input& input, float scale, const float* partial,
+                                             const float* bias, float* out, const Sender& sender) {
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
+        const float rest = (partial ? __ldcg(partial + strip) : 0.0f) + (bias ? __ldg(bias + strip) : 0.0f);
+        float sum[1];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) sender.store(out, strip, sum[0] * scale + rest);
+    }
+}
+
 template <typename T>
 __device__ void decode_residual(const float* partial, float* out, const T* y, const T* weight, const float* bias,
                                 int rows, int columns, const Mailboxes& mailboxes) {
@@ -29,13 +42,7 @@ __device__ void decode_residual(const float* partial, float* out, const T* y, co
     pdl_wait();
     pdl_launch_dependents();
     load_vector(input, y, [](int) { return 1.0f; });
-    while (stream.has_strip()) {
-        const int strip = stream.strip;
-        const float rest = (partial ? __ldcg(partial + strip) : 0.0f) + (bias ? __ldg(bias + strip) : 0.0f);
-        float sum[1];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(out, strip, sum[0] + rest);
-    }
+    store_strips(stream, input, 1.0f, partial, bias, out, sender);
 }
 
 template <typename T>
@@ -53,13 +60,7 @@ __device__ void quantized_residual(const float* partial, float* out, const T* y,
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_vector(input, y, columns, quantization, scratch);
-    while (stream.has_strip()) {
-        const int strip = stream.strip;
-        const float rest = (partial ? __ldcg(partial + strip) : 0.0f) + (bias ? __ldg(bias + strip) : 0.0f);
-        float sum[1];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(out, strip, sum[0] * scale + rest);
-    }
+    store_strips(stream, input, scale, partial, bias, out, sender);
 }
 
 // Computes x += norm(y).

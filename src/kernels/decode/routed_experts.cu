@@ -7,11 +7,22 @@
 #include "headers/pdl.cuh"
 #include "moe/routing.cuh"
 
-// The logits and the number of all experts of the router, and the number of chosen experts.
+// The output of the router: the logits of all experts, their number, and the number of chosen experts.
 struct Router {
     const float* logits;
     int experts, chosen;
 };
+
+// Computes this warp's elements of h from the dot products of its strips, multiplied by `scale`.
+template <typename T, typename Stream, typename Input>
+__device__ __forceinline__ void store_gated(Stream& stream, const Input& input, float scale, T* h) {
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) h[strip] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
+    }
+}
 
 // Computes h[n] = silu(gate(norm(x))) · up(norm(x)) for the n-th chosen expert.
 //   x, norm: f32 [columns]; norm(x) is the RMSNorm of x with the weight `norm`
@@ -41,12 +52,7 @@ __device__ void decode_routed_gate_up(const NormedVector& x, const T* weight, co
     };
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, router.chosen * rows, row);
     const float scale = load_normed(input, x, scratch);
-    while (stream.has_strip()) {
-        const int strip = stream.strip;
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) h[strip] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
-    }
+    store_gated(stream, input, scale, h);
 }
 
 template <typename T>
@@ -67,12 +73,7 @@ __device__ void quantized_routed_gate_up(const NormedVector& x, const QuantizedS
     };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, router.chosen * rows, row);
     const float scale = load_normed(input, x, quantization, scratch);
-    while (stream.has_strip()) {
-        const int strip = stream.strip;
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) h[strip] = from_float<T>(activate(sum[0] * scale, ACTIVATION_SILU) * (sum[1] * scale));
-    }
+    store_gated(stream, input, scale, h);
 }
 
 // Finds the chosen expert to which a piece of a long row belongs.
@@ -116,6 +117,19 @@ struct ChosenGroups {
     }
 };
 
+// Adds the dot products of this warp's strips to elements of `partial`, or sends the sums to all ranks (see Sender).
+template <typename Stream, typename Input>
+__device__ __forceinline__ void add_to_partial(Stream& stream, const Input& input, float* partial,
+                                               const Sender& sender) {
+    while (stream.has_strip()) {
+        const int strip = stream.strip;
+        const float rest = __ldcg(partial + strip);
+        float sum[1];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) sender.store(partial, strip, sum[0] + rest);
+    }
+}
+
 // Computes partial += Σ routing weight · down(h) over the chosen experts.
 // The kernel multiplies row n of h by the routing weight of the n-th chosen expert.
 // partial[i] increases by the dot product of the result and long row i (see ChosenRows).
@@ -150,13 +164,7 @@ __device__ void decode_routed_down(float* partial, const T* h, const T* weight, 
     pdl_wait();
     pdl_launch_dependents();
     load_vector(input, h, [&](int segment) { return routing.weight[chosen_rows.index_of(segment)]; });
-    while (stream.has_strip()) {
-        const int strip = stream.strip;
-        const float rest = __ldcg(partial + strip);
-        float sum[1];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(partial, strip, sum[0] + rest);
-    }
+    add_to_partial(stream, input, partial, sender);
 }
 
 // Stores h in `input`. Multiplies each expert's row of h, or the row's scales, by the expert's routing weight.
@@ -230,13 +238,7 @@ __device__ void quantized_routed_down(float* partial, const T* h, const Quantize
     pdl_wait();
     pdl_launch_dependents();
     load_chosen(input, h, routing, chosen_rows, router.chosen, columns, quantization, factors);
-    while (stream.has_strip()) {
-        const int strip = stream.strip;
-        const float rest = __ldcg(partial + strip);
-        float sum[1];
-        stream.multiply(input, sum);
-        if (stream.lane == 0) sender.store(partial, strip, sum[0] + rest);
-    }
+    add_to_partial(stream, input, partial, sender);
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \

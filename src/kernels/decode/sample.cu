@@ -29,10 +29,12 @@
 #include "sampling/cutoff_search.cuh"
 
 struct SampleScratch {
-    uint32_t arrived, finished, top, padding;
+    uint32_t arrived, finished;  // how often blocks have arrived at barriers, and how many blocks have finished
+    uint32_t top, padding;       // top: the largest key
+    // The sums of the bins over all blocks, in each round of grid_cutoff: of tokens (top-k) and of masses (top-p).
     uint32_t counts[SAMPLE_ROUNDS][SAMPLE_BINS];
     unsigned long long masses[SAMPLE_ROUNDS][SAMPLE_BINS];
-    unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
+    unsigned long long block_masses[SAMPLE_MAX_BLOCKS];  // the mass of each block's tokens
 };
 
 static_assert(sizeof(SampleScratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match SampleScratch");
