@@ -49,21 +49,15 @@ pub fn kernel_size(size: usize) -> Result<i32> {
 }
 
 /// One kernel argument.
-#[derive(Clone)]
-pub enum Arg {
+enum Arg {
     Address(CUdeviceptr),
     Int(i32),
     Float(f32),
     /// A C struct that is passed by value.
-    Struct(Arc<dyn DeviceRepr + Send + Sync>),
+    Struct(Box<dyn DeviceRepr + Send + Sync>),
 }
 
 impl Arg {
-    /// Creates an argument from the address of a tensor.
-    pub fn tensor(tensor: &Tensor) -> Result<Self> {
-        Ok(Arg::Address(address(tensor)?))
-    }
-
     /// Returns the size of the argument's value in bytes.
     fn size(&self) -> usize {
         match self {
@@ -80,7 +74,7 @@ impl Arg {
             Arg::Address(value) => std::ptr::from_ref(value).cast_mut().cast(),
             Arg::Int(value) => std::ptr::from_ref(value).cast_mut().cast(),
             Arg::Float(value) => std::ptr::from_ref(value).cast_mut().cast(),
-            Arg::Struct(value) => Arc::as_ptr(value).cast_mut().cast(),
+            Arg::Struct(value) => std::ptr::from_ref(&**value).cast_mut().cast(),
         }
     }
 }
@@ -109,7 +103,7 @@ impl Arguments {
 
     /// Adds the address of a tensor. The arguments keep the tensor alive.
     pub fn tensor(mut self, tensor: &Tensor) -> Result<Self> {
-        self.args.push(Arg::tensor(tensor)?);
+        self.args.push(Arg::Address(address(tensor)?));
         self.memory.tensors.push(tensor.clone());
         Ok(self)
     }
@@ -136,7 +130,7 @@ impl Arguments {
     where
         T: DeviceRepr + Send + Sync + 'static,
     {
-        self.args.push(Arg::Struct(Arc::new(value)));
+        self.args.push(Arg::Struct(Box::new(value)));
         self.memory.tensors.extend(tensors.into_iter().cloned());
         self
     }

@@ -18,7 +18,7 @@ mod module;
 mod parameters;
 mod tensor_map;
 
-pub use arguments::{Arg, Arguments, address, kernel_size, optional_address};
+pub use arguments::{Arguments, address, kernel_size, optional_address};
 pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors, runs_hopper_code, runs_wgmma};
 pub use graph::LaunchGraph;
 pub use host_mailbox::{HostMailbox, MailboxSlots};
