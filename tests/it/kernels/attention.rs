@@ -336,7 +336,8 @@ fn attention_of_a_batch_equals_attention_of_its_sequences() {
     let mut first = 0;
     for (&(tokens, position), table) in spans.iter().zip(tables.chunks(1)) {
         let alone = run(&q.narrow(0, first, tokens).unwrap().contiguous().unwrap(), &[(tokens, position)], table);
-        assert_close("a sequence", &batched.narrow(0, first, tokens).unwrap(), &alone, 0.0);
+        let what = format!("{tokens} tokens from position {position}");
+        assert_close(&what, &batched.narrow(0, first, tokens).unwrap(), &alone, 0.0);
         first += tokens;
     }
 }

@@ -184,8 +184,9 @@ fn cutoffs_among_similar_logits_match_host_sampling() {
         let mut hosts = [top_k, top_p, both].map(|params| Sampler::new(params, &[]));
         let rows = Tensor::from_vec(logits.repeat(3), (3, logits.len()), &device).unwrap();
         let sampling: Vec<_> = hosts.iter().map(TokenSampler::on_device).collect();
-        for (host, token) in hosts.iter_mut().zip(sample(&rows, &sampling)) {
-            assert_eq!(token, Some(host.sample(&mut logits.clone())), "seed {seed}");
+        let tokens = sample(&rows, &sampling);
+        for (what, (host, token)) in ["top-k", "top-p", "both"].into_iter().zip(hosts.iter_mut().zip(tokens)) {
+            assert_eq!(token, Some(host.sample(&mut logits.clone())), "{what}, seed {seed}");
         }
     }
 }
@@ -244,7 +245,7 @@ fn edited_rows_match_the_reference(vocab: usize) {
         edits.apply(&mut want[*row], in_flight);
     }
     // The encoded edits do not fit in the empty range of host memory, so they are copied to the device.
-    for range in [3..WORDS, 0..0] {
+    for (description, range) in [("in host memory", 3..WORDS), ("on the device", 0..0)] {
         let edited = logits.to_device(&device).unwrap();
         for rows in rows.chunks(2) {
             edit_rows(&edited, rows, &on_device, host.range(range.clone())).unwrap();
@@ -254,7 +255,8 @@ fn edited_rows_match_the_reference(vocab: usize) {
             for (token, (&got, &want)) in got.iter().zip(want).enumerate() {
                 // The GPU rounds once per multiply-add (FMA), but the host rounds twice, so last bits may differ.
                 let error = (got - want).abs();
-                assert!(error <= 1e-6 * want.abs().max(1.0), "row {row}, token {token}: got {got}, expected {want}");
+                let what = format!("edits {description}, row {row}, token {token}");
+                assert!(error <= 1e-6 * want.abs().max(1.0), "{what}: got {got}, expected {want}");
             }
         }
     }
