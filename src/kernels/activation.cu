@@ -4,17 +4,17 @@
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-// Computes the clamped SwiGLU of gpt-oss: out[i] = g · sigmoid(alpha · g) · (u + 1).
+// Computes the clamped SwiGLU of gpt-oss: out[i] = g · sigmoid(SWIGLU_ALPHA · g) · (u + 1).
 // g is min(x[2i], limit), and u is x[2i + 1] clamped to [-limit, limit].
 //   x: T [2 · n]
 //   out: T [n]
 //   bytes moved: 3 · n · sizeof(T)
-template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
+template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     float gate = to_float(x[2 * (size_t)i]), up = to_float(x[2 * (size_t)i + 1]);
     clamp_gate_up(gate, up, limit);
-    out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
+    out[i] = from_float<T>(swiglu(gate, up));
 }
 
 // Computes out = activation(gate) · up. If up is null, computes out = activation(gate).
@@ -42,8 +42,8 @@ template <typename X, typename T> __device__ void gated_halves(const X* x, T* ou
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void clamped_swiglu_##SUFFIX(const T* x, T* out, int n, float alpha, float limit) {          \
-        clamped_swiglu<T>(x, out, n, alpha, limit);                                                                    \
+    extern "C" __global__ void clamped_swiglu_##SUFFIX(const T* x, T* out, int n, float limit) {                       \
+        clamped_swiglu<T>(x, out, n, limit);                                                                           \
     }                                                                                                                  \
     extern "C" __global__ void gated_##SUFFIX(const float* gate, const float* up, T* out, int n, int activation) {     \
         gated<T>(gate, up, out, n, activation);                                                                        \

@@ -27,7 +27,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
             // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty(shape, x.dtype(), x.device())? };
             let count = out.elem_count();
-            let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(ALPHA).float(limit);
+            let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(limit);
             let kernel = format!("clamped_swiglu_{}", dtype_suffix(x.dtype())?);
             let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.

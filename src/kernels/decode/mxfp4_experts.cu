@@ -139,7 +139,7 @@ constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
 extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
     decode_gate_up_mxfp4(const __half* normed, const float* normed_scale, const float* logits, const uint8_t* blocks,
                          const uint8_t* scales, const float* bias, __half* h, int experts, int intermediate,
-                         int columns, float alpha, float limit) {
+                         int columns, float limit) {
     extern __shared__ uint4 x[];
     __shared__ float sums[DECODE_UP_TILES][DECODE_UP_WARPS][16];
     __shared__ Routing routing;
@@ -175,8 +175,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
         gate = gate * unscale + b.x;
         up = up * unscale + b.y;
         clamp_gate_up(gate, up, limit);
-        h[(size_t)blockIdx.y * intermediate + element] =
-            __float2half_rn(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
+        h[(size_t)blockIdx.y * intermediate + element] = __float2half_rn(swiglu(gate, up));
     }
 }
 

@@ -3,7 +3,6 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{StepBuffers, check, check_f32};
-use crate::kernels::activation::ALPHA;
 use crate::kernels::constants::{DECODE_DOWN_WARPS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
 use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
@@ -69,7 +68,6 @@ pub fn add_mxfp4_gate_up(
         .int(experts)
         .int(intermediate)
         .int(columns)
-        .float(ALPHA)
         .float(limit);
     let grid = (intermediate.div_ceil(8).div_ceil(DECODE_UP_TILES), chosen, 1);
     let shape = LaunchShape::new(grid, DECODE_UP_THREADS).with_shared_bytes(columns.next_multiple_of(64) * 4);

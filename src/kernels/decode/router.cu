@@ -65,8 +65,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_ROUTER_THREADS)
         add(__ldcg(xs + quad), __ldg(reinterpret_cast<const float4*>(norm) + quad), __ldg(row + quad));
     squares = warp_sum(squares);
     dot = warp_sum(dot);
-    for (int offset = 16; offset > 0; offset /= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, offset));
+    largest = warp_max(largest);
     if (threadIdx.x % 32 == 0) {
         const int warp = threadIdx.x / 32;
         scratch[0][warp] = squares;

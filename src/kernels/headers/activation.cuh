@@ -25,6 +25,12 @@ __device__ __forceinline__ void clamp_gate_up(float& gate, float& up, float limi
     up = max_or_nan(min_or_nan(up, limit), -limit);
 }
 
+// Returns gate · sigmoid(SWIGLU_ALPHA · gate) · (up + 1), the SwiGLU of gpt-oss. clamp_gate_up must have clamped the
+// gate and up values.
+__device__ __forceinline__ float swiglu(float gate, float up) {
+    return gate / (1.0f + expf(-SWIGLU_ALPHA * gate)) * (up + 1.0f);
+}
+
 // Applies the activation function that `activation` selects: one of the ACTIVATION_ constants (see constants.rs).
 __device__ __forceinline__ float activate(float x, int activation) {
     if (activation == ACTIVATION_SILU) return x / (1.0f + expf(-x));

@@ -45,6 +45,13 @@ template <typename T> __device__ __forceinline__ T warp_sum(T x) {
     return x;
 }
 
+// Returns the maximum of `x` over the lanes of the warp. All lanes get the same maximum.
+template <typename T> __device__ __forceinline__ T warp_max(T x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) x = max(x, __shfl_xor_sync(ALL_LANES, x, offset));
+    return x;
+}
+
 // Returns the sum of `x` over this lane and all lower lanes.
 template <typename T> __device__ __forceinline__ T warp_prefix_sum(T x) {
     const int lane = threadIdx.x % 32;

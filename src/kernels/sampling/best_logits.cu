@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
         const float logit = row[i];
         if (logit > top) top = logit, id = i;
     }
-    const unsigned long long largest = warp_largest(candidate_key(top, first_token + id));
+    const unsigned long long largest = warp_max(candidate_key(top, first_token + id));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
     __syncthreads();
     if (threadIdx.x > 0) return;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32)
         const Candidate candidate = best[(size_t)blockIdx.x * count + i];
         if (candidate.logit > -INFINITY) key = max(key, candidate_key(candidate.logit, (uint32_t)candidate.token));
     }
-    key = warp_largest(key);
+    key = warp_max(key);
     if (threadIdx.x > 0) return;
     const uint32_t token = key == 0 ? NO_TOKEN : ~(uint32_t)key;
     tokens[blockIdx.x] = token;

@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(ELEMENT_THREADS)
 // Returns a key that is larger for a larger logit, and among equal logits, for a lower token id. NaN counts as -inf.
 __device__ __forceinline__ unsigned long long token_key(const float* logits, int id) {
     const float logit = logits[id];
-    return (unsigned long long)logit_key(isnan(logit) ? -INFINITY : logit) << 32 | ~(uint32_t)id;
+    // The addition turns -0 into +0, so that both zeros have the same key.
+    return (unsigned long long)sort_key(isnan(logit) ? -INFINITY : logit + 0.0f) << 32 | ~(uint32_t)id;
 }
 
 // Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
@@ -53,7 +54,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
     for (int place = 0; place < max(count, 1); ++place) {
         if (threadIdx.x == 0) best = 0;
         __syncthreads();
-        const unsigned long long warp_best = warp_largest(own);
+        const unsigned long long warp_best = warp_max(own);
         if (lane == 0) atomicMax(&best, warp_best);
         __syncthreads();
         const unsigned long long found = best;
@@ -86,7 +87,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
                 const unsigned long long key = token_key(logits, id);
                 if (key < found) next = max(next, key);
             }
-            next = warp_largest(next);
+            next = warp_max(next);
             if (threadIdx.x == owner) own = next;
         }
         __syncthreads();  // wait, because the next round sets `best` to 0

@@ -1,5 +1,4 @@
-// Code that the sampling kernels share: parameters, penalties, probability masses, random numbers, a warp maximum and a
-// prefix sum.
+// Code that the sampling kernels share: parameters, penalties, probability masses, random numbers and a prefix sum.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -65,12 +64,6 @@ __device__ __forceinline__ unsigned long long random_point(const SamplingKernelP
 struct BlockMasses {
     unsigned long long before, all;
 };
-
-// Returns the largest key of the warp. All lanes get the result.
-__device__ __forceinline__ unsigned long long warp_largest(unsigned long long key) {
-    for (int offset = 16; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(ALL_LANES, key, offset));
-    return key;
-}
 
 // Returns the inclusive prefix sum of `value` over the threads of the block.
 // `warps` is shared memory for one value per warp. All threads of the block must call this function.
