@@ -23,7 +23,7 @@ use crate::kernels::scratch;
 /// A flash attention kernel and its launch shape, chosen for some or all queries of a pass.
 pub struct FlashAttention {
     tile_name: &'static str,
-    kernel: String,
+    kernel_name: String,
     launch_shape: LaunchShape,
     /// The minimum number of key tiles per partition. The last partition of a row tile can have fewer.
     min_tiles: usize,
@@ -146,10 +146,10 @@ impl FlashAttention {
         let rows = tokens * heads_per_kv;
         let counts = RowCounts::of_sequences(std::iter::repeat_n(rows, sequences));
         let (gpu, dtype) = (gpu_limits(device)?, q.dtype());
-        let tile = choose_tile(gpu, shape, dtype, mask, counts)?;
-        let row_tiles = sequences * rows.div_ceil(tile.rows);
-        let partitions = tile.partitions(gpu, shape.kv_heads, row_tiles, mask);
-        Self::with_tile(shape, dtype, mask, tile, LaunchRows::Uniform { tokens }, TileGrid { row_tiles, partitions })
+        let kernel = choose_kernel(gpu, shape, dtype, mask, counts)?;
+        let row_tiles = sequences * rows.div_ceil(kernel.rows);
+        let grid = TileGrid { row_tiles, partitions: kernel.partitions(gpu, shape.kv_heads, row_tiles, mask) };
+        Self::with_kernel(shape, dtype, mask, kernel, LaunchRows::Uniform { tokens }, grid)
     }
 
     /// Chooses the kernels for all queries of a pass.
@@ -182,12 +182,12 @@ impl FlashAttention {
             if counts.total == 0 {
                 continue;
             }
-            let tile = choose_tile(gpu, shape, dtype, mask, counts)?;
-            let tiles = queries.row_tiles(heads_per_kv, tile.rows, has_few_rows)?;
+            let kernel = choose_kernel(gpu, shape, dtype, mask, counts)?;
+            let tiles = queries.row_tiles(heads_per_kv, kernel.rows, has_few_rows)?;
             let row_tiles = tiles.dim(0)?;
-            let partitions = tile.partitions(gpu, shape.kv_heads, row_tiles, mask);
+            let partitions = kernel.partitions(gpu, shape.kv_heads, row_tiles, mask);
             let (rows, grid) = (LaunchRows::Listed(tiles), TileGrid { row_tiles, partitions });
-            launches.push(Self::with_tile(shape, dtype, mask, tile, rows, grid)?);
+            launches.push(Self::with_kernel(shape, dtype, mask, kernel, rows, grid)?);
         }
         Ok(launches)
     }
@@ -205,37 +205,37 @@ impl FlashAttention {
         if queries.uniform_tokens() != Some(1) {
             bail!("cannot compute attention: a fixed summation order requires one token per sequence");
         }
-        let Some(tile) = TileKernel::for_fixed_order(gpu_limits(device)?, shape.head_dim) else {
+        let Some(kernel) = TileKernel::for_fixed_order(gpu_limits(device)?, shape.head_dim) else {
             return too_little_shared_memory(shape.head_dim);
         };
-        let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
+        let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(kernel.rows);
         let (rows, grid) =
             (LaunchRows::Uniform { tokens: 1 }, TileGrid { row_tiles, partitions: fixed_partitions(mask) });
-        Self::with_tile(shape, q.dtype(), mask, tile, rows, grid)
+        Self::with_kernel(shape, q.dtype(), mask, kernel, rows, grid)
     }
 
-    /// Creates a launch of the kernel `tile` with the given grid.
-    fn with_tile(
+    /// Creates a launch of `kernel` with the given grid.
+    fn with_kernel(
         shape: AttentionShape,
         dtype: DType,
         mask: AttentionMask,
-        tile: TileKernel,
+        kernel: TileKernel,
         rows: LaunchRows,
         TileGrid { row_tiles, partitions }: TileGrid,
     ) -> Result<Self> {
         let AttentionShape { kv_heads, head_dim, .. } = shape;
         let is_partitioned = partitions > 1;
         Ok(Self {
-            tile_name: tile.name,
-            kernel: format!("flash_attention_{}_{head_dim}_{}", tile.name, dtype_suffix(dtype)?),
-            launch_shape: LaunchShape::new((kv_heads, row_tiles, partitions), tile.threads)
-                .with_shared_bytes(tile.shared_bytes),
-            min_tiles: tile.min_partition_tiles(),
+            tile_name: kernel.name,
+            kernel_name: format!("flash_attention_{}_{head_dim}_{}", kernel.name, dtype_suffix(dtype)?),
+            launch_shape: LaunchShape::new((kv_heads, row_tiles, partitions), kernel.threads)
+                .with_shared_bytes(kernel.shared_bytes),
+            min_tiles: kernel.min_partition_tiles(),
             shape,
             dtype,
             mask,
             rows,
-            partials: if is_partitioned { row_tiles * kv_heads * partitions * tile.rows * (head_dim + 2) } else { 0 },
+            partials: if is_partitioned { row_tiles * kv_heads * partitions * kernel.rows * (head_dim + 2) } else { 0 },
             arrivals: if is_partitioned { row_tiles * kv_heads } else { 0 },
         })
     }
@@ -283,7 +283,7 @@ impl FlashAttention {
         };
         let used = [q, k, v, out, positions, tables, partials, arrivals].into_iter().chain(sinks).chain(row_tiles);
         let arguments = Arguments::new().value(raw, used);
-        Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
+        Ok(Launch::new(module!("flash_attention"), &self.kernel_name, self.launch_shape, arguments))
     }
 
     /// Checks the shapes and dtypes of all tensors except the list of row tiles.
@@ -325,7 +325,7 @@ fn gpu_limits(device: &CudaDevice) -> Result<GpuLimits> {
 }
 
 /// Chooses the kernel for a launch with these numbers of rows. Fails if no kernel supports the launch.
-fn choose_tile(
+fn choose_kernel(
     gpu: GpuLimits,
     shape: AttentionShape,
     dtype: DType,
@@ -337,7 +337,7 @@ fn choose_tile(
         bail!("cannot compute attention: there is no flash attention kernel for head size {head_dim} in {dtype:?}");
     }
     match TileKernel::choose(gpu, head_dim, kv_heads, mask, rows) {
-        Some(tile) => Ok(tile),
+        Some(kernel) => Ok(kernel),
         None => too_little_shared_memory(head_dim),
     }
 }

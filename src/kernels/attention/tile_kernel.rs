@@ -78,8 +78,8 @@ impl RowCounts {
 /// A flash attention kernel, with the sizes of its tiles and thread blocks.
 #[derive(Clone, Copy)]
 pub(super) struct TileKernel {
-    kind: TileKind,
-    /// The part of the kernel's name that identifies the tile.
+    queries: QueryKind,
+    /// The part of the kernel's name that tells the kernels for a head size and a dtype apart.
     pub name: &'static str,
     /// Rows per row tile.
     pub rows: usize,
@@ -89,9 +89,9 @@ pub(super) struct TileKernel {
     pub shared_bytes: usize,
 }
 
-/// The queries for which a [`TileKernel`] is meant.
+/// The kind of queries for which a [`TileKernel`] is fast.
 #[derive(Clone, Copy, PartialEq)]
-enum TileKind {
+enum QueryKind {
     /// Few rows per sequence, as in decoding, in a small batch. Its 16-row tiles do not outnumber the multiprocessors.
     SmallBatch,
     /// Few rows per sequence, in a large batch.
@@ -128,27 +128,28 @@ impl TileKernel {
         let fills_gpu =
             kv_heads * rows.total.div_ceil(FLASH_LARGE_PREFILL_ROWS) >= FULL_GPU_BLOCKS * gpu.multiprocessors;
         let decode_blocks = kv_heads * rows.decode_tiles;
-        let mut tiles = Self::that_fit(gpu, head_dim);
+        let mut kernels = Self::that_fit(gpu, head_dim);
         if rows.longest > MAX_FEW_ROWS {
-            return tiles
-                .find(|tile| tile.kind == TileKind::LargePrefill && fills_gpu || tile.kind == TileKind::SmallPrefill);
+            return kernels.find(|kernel| {
+                kernel.queries == QueryKind::LargePrefill && fills_gpu || kernel.queries == QueryKind::SmallPrefill
+            });
         }
         if decode_blocks <= gpu.multiprocessors {
-            return tiles.find(|tile| matches!(tile.kind, TileKind::SmallBatch | TileKind::SmallPrefill));
+            return kernels.find(|kernel| matches!(kernel.queries, QueryKind::SmallBatch | QueryKind::SmallPrefill));
         }
-        let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::LargeBatch).collect();
-        let fitting = |tile: &Self| tile.blocks_per_multiprocessor(gpu) * gpu.multiprocessors;
+        let batch: Vec<Self> = kernels.filter(|kernel| kernel.queries == QueryKind::LargeBatch).collect();
+        let fitting = |kernel: &Self| kernel.blocks_per_multiprocessor(gpu) * gpu.multiprocessors;
         if has_small_window(mask) {
             // With few keys, starting takes up much of a thread block's time.
-            // Take the first tile with which all thread blocks run at the same time, otherwise the last tile.
-            return batch.iter().find(|tile| decode_blocks <= fitting(tile)).or(batch.last()).copied();
+            // Take the first kernel with which all thread blocks run at the same time, otherwise the last one.
+            return batch.iter().find(|kernel| decode_blocks <= fitting(kernel)).or(batch.last()).copied();
         }
         // Thread blocks with many warps finish sequences with many keys sooner.
-        // Take the tile with the most warps, unless it leaves much of the shared memory unused.
-        let used = |tile: &Self| tile.shared_bytes * tile.blocks_per_multiprocessor(gpu);
+        // Take the kernel with the most warps, unless it leaves much of the shared memory unused.
+        let used = |kernel: &Self| kernel.shared_bytes * kernel.blocks_per_multiprocessor(gpu);
         let most = batch.iter().map(used).max()?;
-        let first = batch.iter().position(|tile| 100 * used(tile) >= MIN_SHARED_PERCENT * most)?;
-        // If the next tile has as many warps, its key tiles are smaller.
+        let first = batch.iter().position(|kernel| 100 * used(kernel) >= MIN_SHARED_PERCENT * most)?;
+        // If the next kernel has as many warps, its key tiles are smaller.
         // It is then faster if its thread blocks nearly fill the GPU.
         let is_faster = |next: &&Self| {
             next.threads == batch[first].threads && 100 * decode_blocks >= FULL_GPU_PERCENT * fitting(next)
@@ -156,13 +157,13 @@ impl TileKernel {
         batch.get(first + 1).filter(is_faster).or(batch.get(first)).copied()
     }
 
-    /// Returns a 16-row tile for a fixed summation order. The choice depends only on the GPU and the head size.
-    /// If the GPU has enough shared memory, the tile is the one for small batches.
-    /// Otherwise, the tile is the first one for large batches that fits.
-    /// Returns `None` if there is no such tile.
+    /// Returns a 16-row kernel for a fixed summation order. The choice depends only on the GPU and the head size.
+    /// If the GPU has enough shared memory, this is the kernel for small batches.
+    /// Otherwise, it is the first one for large batches that fits.
+    /// Returns `None` if there is no such kernel.
     pub fn for_fixed_order(gpu: GpuLimits, head_dim: usize) -> Option<Self> {
-        let tile = Self::that_fit(gpu, head_dim).next().filter(|tile| tile.rows == FLASH_DECODE_ROWS)?;
-        Some(Self { kind: TileKind::SmallBatch, ..tile })
+        let kernel = Self::that_fit(gpu, head_dim).next().filter(|kernel| kernel.rows == FLASH_DECODE_ROWS)?;
+        Some(Self { queries: QueryKind::SmallBatch, ..kernel })
     }
 
     /// Returns the kernels for a head size that need no more shared memory than the GPU has.
@@ -170,23 +171,23 @@ impl TileKernel {
     /// [`choose`](Self::choose) and [`for_fixed_order`](Self::for_fixed_order) search the kernels in this order.
     fn that_fit(gpu: GpuLimits, head_dim: usize) -> impl Iterator<Item = Self> {
         let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim);
-        let tiles = index.map(Self::of_head_dim).into_iter().flatten();
-        tiles.filter(move |tile| tile.shared_bytes <= gpu.max_shared_bytes)
+        let kernels = index.map(Self::of_head_dim).into_iter().flatten();
+        kernels.filter(move |kernel| kernel.shared_bytes <= gpu.max_shared_bytes)
     }
 
     /// Returns the kernels for a head size. `index` is its index in [`FLASH_HEAD_DIMS`].
     fn of_head_dim(index: usize) -> [Self; 6] {
-        let tile = |kind, name, rows, sizes: [[usize; 3]; 6]| {
+        let kernel = |queries, name, rows, sizes: [[usize; 3]; 6]| {
             let [keys, warps, shared_bytes] = sizes[index];
-            Self { kind, name, rows, keys, threads: 32 * warps, shared_bytes }
+            Self { queries, name, rows, keys, threads: 32 * warps, shared_bytes }
         };
         [
-            tile(TileKind::SmallBatch, "16_rows", FLASH_DECODE_ROWS, FLASH_SMALL_BATCH_TILES),
-            tile(TileKind::LargeBatch, "16_rows_batch", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_TILES),
-            tile(TileKind::LargeBatch, "16_rows_batch_half", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_HALF_TILES),
-            tile(TileKind::LargeBatch, "16_rows_batch_quarter", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_QUARTER_TILES),
-            tile(TileKind::LargePrefill, "128_rows", FLASH_LARGE_PREFILL_ROWS, FLASH_LARGE_PREFILL_TILES),
-            tile(TileKind::SmallPrefill, "64_rows", FLASH_SMALL_PREFILL_ROWS, FLASH_SMALL_PREFILL_TILES),
+            kernel(QueryKind::SmallBatch, "16_rows", FLASH_DECODE_ROWS, FLASH_SMALL_BATCH_TILES),
+            kernel(QueryKind::LargeBatch, "16_rows_batch", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_TILES),
+            kernel(QueryKind::LargeBatch, "16_rows_batch_half", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_HALF_TILES),
+            kernel(QueryKind::LargeBatch, "16_rows_batch_quarter", FLASH_DECODE_ROWS, FLASH_LARGE_BATCH_QUARTER_TILES),
+            kernel(QueryKind::LargePrefill, "128_rows", FLASH_LARGE_PREFILL_ROWS, FLASH_LARGE_PREFILL_TILES),
+            kernel(QueryKind::SmallPrefill, "64_rows", FLASH_SMALL_PREFILL_ROWS, FLASH_SMALL_PREFILL_TILES),
         ]
     }
 
@@ -196,11 +197,11 @@ impl TileKernel {
         // `choose` selects 128-row tiles only if they fill the GPU, so their keys are not partitioned.
         // In a large batch, sequences can have very different numbers of keys. To balance the work, the partitions
         // create up to twice as many thread blocks as fit on the GPU at the same time.
-        let blocks_per_multiprocessor = match self.kind {
-            TileKind::SmallBatch => 1,
-            TileKind::LargeBatch => 2 * self.blocks_per_multiprocessor(gpu),
-            TileKind::SmallPrefill => 2,
-            TileKind::LargePrefill => 0,
+        let blocks_per_multiprocessor = match self.queries {
+            QueryKind::SmallBatch => 1,
+            QueryKind::LargeBatch => 2 * self.blocks_per_multiprocessor(gpu),
+            QueryKind::SmallPrefill => 2,
+            QueryKind::LargePrefill => 0,
         };
         limit_partitions(mask, blocks_per_multiprocessor * gpu.multiprocessors / (kv_heads * row_tiles))
     }
@@ -208,10 +209,10 @@ impl TileKernel {
     /// Returns the minimum number of key tiles per partition. The last partition of a row tile can have fewer.
     /// With fewer keys per partition, combining the results of the partitions takes longer than the partitions save.
     pub fn min_partition_tiles(&self) -> usize {
-        match self.kind {
-            TileKind::SmallBatch => SMALL_BATCH_PARTITION_KEYS.div_ceil(self.keys),
-            TileKind::LargeBatch => LARGE_BATCH_PARTITION_KEYS.div_ceil(self.keys),
-            TileKind::SmallPrefill | TileKind::LargePrefill => PREFILL_PARTITION_TILES,
+        match self.queries {
+            QueryKind::SmallBatch => SMALL_BATCH_PARTITION_KEYS.div_ceil(self.keys),
+            QueryKind::LargeBatch => LARGE_BATCH_PARTITION_KEYS.div_ceil(self.keys),
+            QueryKind::SmallPrefill | QueryKind::LargePrefill => PREFILL_PARTITION_TILES,
         }
     }
 
@@ -289,9 +290,9 @@ mod tests {
         ] {
             let counts = RowCounts::of_sequences(std::iter::repeat_n(rows, sequences));
             let case = format!("{gpu:?}, head size {head_dim}, {kv_heads} KV heads, {mask:?}, {counts:?}");
-            let tile = TileKernel::choose(gpu, head_dim, kv_heads, mask, counts).expect(&case);
-            let row_tiles = sequences * rows.div_ceil(tile.rows);
-            let found = (tile.name, tile.partitions(gpu, kv_heads, row_tiles, mask), tile.min_partition_tiles());
+            let kernel = TileKernel::choose(gpu, head_dim, kv_heads, mask, counts).expect(&case);
+            let row_tiles = sequences * rows.div_ceil(kernel.rows);
+            let found = (kernel.name, kernel.partitions(gpu, kv_heads, row_tiles, mask), kernel.min_partition_tiles());
             assert_eq!(found, (name, partitions, min_tiles), "{case}");
         }
     }
@@ -314,10 +315,10 @@ mod tests {
             (RTX_4090, 64, "16_rows_batch_half"),
             (RTX_4090, 80, "16_rows"),
         ] {
-            let tile = TileKernel::for_fixed_order(gpu, head_dim).expect(name);
+            let kernel = TileKernel::for_fixed_order(gpu, head_dim).expect(name);
             assert_eq!(
-                (tile.name, tile.min_partition_tiles()),
-                (name, 128 / tile.keys),
+                (kernel.name, kernel.min_partition_tiles()),
+                (name, 128 / kernel.keys),
                 "{gpu:?}, head size {head_dim}"
             );
         }
