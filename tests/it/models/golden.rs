@@ -111,12 +111,6 @@ impl Case {
         self.dtype != DType::F32
     }
 
-    /// Returns whether two ways to compute the logits may differ by more than rounding errors:
-    /// in a 16-bit dtype, rounding can change the experts that a router chooses, and thereby all later logits.
-    fn can_choose_other_experts(&self) -> bool {
-        self.is_16_bit() && self.model.has_router
-    }
-
     fn tolerance(&self) -> f32 {
         tolerance(self.model.name, self.dtype, self.device.is_cuda())
     }
@@ -150,6 +144,13 @@ fn models_on_devices(is_selected: impl Fn(&GoldenModel) -> bool) -> Vec<TestCase
 
 fn uncompressed() -> Vec<TestCase<ModelOnDevice>> {
     models_on_devices(|model| model.kind != GoldenKind::Compressed)
+}
+
+/// Like [`uncompressed`], but without MoE models in 16-bit dtypes.
+/// If sums have another order, rounding can change the experts that a router chooses, and thereby all later logits.
+fn with_stable_routing() -> Vec<TestCase<ModelOnDevice>> {
+    let is_stable = |(model, device): ModelOnDevice| device.dtype == DType::F32 || !model.has_router;
+    uncompressed().into_iter().filter(|case| is_stable(case.value)).collect()
 }
 
 /// Like [`uncompressed`], but includes compressed-tensors models. Tests that run the same tokens in two ways leave them
@@ -289,12 +290,7 @@ impl SharedCache<'_> {
     }
 
     /// Asserts that a sequence in a shared cache has the same logits as when it runs alone with an empty cache.
-    ///
-    /// Compares nothing if the sequence may choose other experts when it runs alone.
     fn assert_like_alone(&self, what: &str, member: &Member) {
-        if self.case.can_choose_other_experts() {
-            return;
-        }
         let alone = self.case.logits(&member.ids, CONTEXT);
         let first = alone.len() - member.logits.len();
         self.case.assert_same(what, &member.logits, &alone[first..]);
@@ -303,7 +299,7 @@ impl SharedCache<'_> {
 
 /// Sequences of random lengths advance by random numbers of tokens.
 /// A pass can therefore start and end anywhere in a block.
-#[test(each = uncompressed)]
+#[test(each = with_stable_routing)]
 fn batch_equals_each_sequence_alone(model: ModelOnDevice) {
     let case = load(model);
     let mut random = Random(3);
@@ -316,7 +312,7 @@ fn batch_equals_each_sequence_alone(model: ModelOnDevice) {
                 shared.start(ids)
             })
             .collect();
-        shared.compares_last_rows = !case.can_choose_other_experts();
+        shared.compares_last_rows = true;
         loop {
             let mut steps: Vec<usize> = Vec::new();
             for member in &members {
@@ -337,7 +333,7 @@ fn batch_equals_each_sequence_alone(model: ModelOnDevice) {
     }
 }
 
-#[test(each = uncompressed)]
+#[test(each = with_stable_routing)]
 fn reused_prefix_equals_a_fresh_prefill(model: ModelOnDevice) {
     let case = load(model);
     let mut random = Random(5);
@@ -362,7 +358,7 @@ fn reused_prefix_equals_a_fresh_prefill(model: ModelOnDevice) {
     }
 }
 
-#[test(each = uncompressed)]
+#[test(each = with_stable_routing)]
 fn forked_sequences_equal_separate_ones(model: ModelOnDevice) {
     let case = load(model);
     let mut random = Random(6);
@@ -391,7 +387,7 @@ fn forked_sequences_equal_separate_ones(model: ModelOnDevice) {
 }
 
 /// A preempted sequence gives up its blocks. Later, it recomputes the tokens that are not in a cached block.
-#[test(each = uncompressed)]
+#[test(each = with_stable_routing)]
 fn preempted_sequence_continues_as_before(model: ModelOnDevice) {
     let case = load(model);
     let mut random = Random(8);
