@@ -229,7 +229,7 @@ pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
 // The product kernels use either mma.sync (`moe/expert_product_mma.cuh`) or wgmma (`moe/expert_product_wgmma.cuh`).
-// There are wgmma kernels for wide, narrow and slim tiles of (token, expert) pairs.
+// There are wgmma kernels for large, medium and small tiles of (token, expert) pairs.
 // The average number of pairs per expert determines which wgmma kernel runs.
 
 /// The number of 16-row weight tiles per output tile in `moe/expert_product_mma.cuh`.
@@ -247,24 +247,24 @@ pub const EXPERT_WGMMA_THREADS: usize = 512;
 /// The size in bytes of an `OutputTile` (`moe/mxfp4_tiles.cuh`).
 /// Each stage of a wgmma kernel's ring buffer has room for one `OutputTile`, besides weights and inputs.
 pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
-/// The maximum number of (token, expert) pairs in a wide tile.
-pub const EXPERT_WIDE_PAIRS: usize = 160;
-/// Stages of the ring buffer for wide tiles.
-pub const EXPERT_WIDE_STAGES: usize = 4;
-/// K steps of 64 columns per stage for wide tiles.
-pub const EXPERT_WIDE_K_STEPS: usize = 2;
-/// The maximum number of (token, expert) pairs in a narrow tile.
-pub const EXPERT_NARROW_PAIRS: usize = 96;
-/// Stages of the ring buffer for narrow tiles.
-pub const EXPERT_NARROW_STAGES: usize = 5;
-/// K steps of 64 columns per stage for narrow tiles.
-pub const EXPERT_NARROW_K_STEPS: usize = 2;
-/// The maximum number of (token, expert) pairs in a slim tile.
-pub const EXPERT_SLIM_PAIRS: usize = 32;
-/// Stages of the ring buffer for slim tiles.
-pub const EXPERT_SLIM_STAGES: usize = 3;
-/// K steps of 64 columns per stage for slim tiles.
-pub const EXPERT_SLIM_K_STEPS: usize = 3;
+/// The maximum number of (token, expert) pairs in a large tile.
+pub const EXPERT_LARGE_TILE_PAIRS: usize = 160;
+/// Stages of the ring buffer for large tiles.
+pub const EXPERT_LARGE_TILE_STAGES: usize = 4;
+/// K steps of 64 columns per stage for large tiles.
+pub const EXPERT_LARGE_TILE_K_STEPS: usize = 2;
+/// The maximum number of (token, expert) pairs in a medium tile.
+pub const EXPERT_MEDIUM_TILE_PAIRS: usize = 96;
+/// Stages of the ring buffer for medium tiles.
+pub const EXPERT_MEDIUM_TILE_STAGES: usize = 5;
+/// K steps of 64 columns per stage for medium tiles.
+pub const EXPERT_MEDIUM_TILE_K_STEPS: usize = 2;
+/// The maximum number of (token, expert) pairs in a small tile.
+pub const EXPERT_SMALL_TILE_PAIRS: usize = 32;
+/// Stages of the ring buffer for small tiles.
+pub const EXPERT_SMALL_TILE_STAGES: usize = 3;
+/// K steps of 64 columns per stage for small tiles.
+pub const EXPERT_SMALL_TILE_K_STEPS: usize = 3;
 
 // Matrix products with MXFP4 tiles and few pairs per expert (`moe/expert_few_pairs.rs`, `moe/expert_few_pairs.cu`).
 

@@ -168,18 +168,18 @@ template <int N> __device__ __forceinline__ void add_partial(Sums<N>& sums, cons
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x (gate_up) or h (down).
 // Stores the results. The rows of x or h are in shared memory at address `xs`: [k_steps][8 · N rows][128 bytes].
-// For down, `load_x` waits for the previous kernel and starts copying the rows of h.
-// For gate_up, the rows of x are already in shared memory, and `load_x` does nothing.
-template <typename T, bool GATE_UP, int N, typename LoadX>
+// For down, `load_inputs` waits for the previous kernel and starts copying the rows of h.
+// For gate_up, the rows of x are already in shared memory, and `load_inputs` does nothing.
+template <typename T, bool GATE_UP, int N, typename LoadInputs>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& output, int rows,
                                                    const OutputTile& tile, int first, int last, uint32_t xs,
-                                                   float4* partials, LoadX&& load_x) {
+                                                   float4* partials, LoadInputs&& load_inputs) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int bundles = matrix.k_steps / K_STEPS, total = (last - first) * bundles;
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), bundle = begin(warp) % bundles, row_pair = first + begin(warp) / bundles;
 
-    // 1. Load the first weights before `load_x`, which for down waits for the previous kernel.
+    // 1. Load the first weights before `load_inputs`, which for down waits for the previous kernel.
     uint4 words[K_STEPS][2];
     uint32_t scales[K_STEPS][2];
     Cursor cursor(matrix, row_pair, bundle, lane);
@@ -188,7 +188,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
         for (int j = 0; j < K_STEPS; ++j) cursor.load(j, words[j], scales[j]);
         cursor.next();
     }
-    load_x();
+    load_inputs();
     wait_for_copies<0>();
     __syncthreads();
 
@@ -233,8 +233,8 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
 // For gate_up: reads the tile's rows of x, f32 [tokens, columns], and stores x · X_FACTOR in shared memory as T, in
 // fragment order.
 template <typename T>
-__device__ __forceinline__ void load_x(const float* x, const Output<T>& output, const OutputTile& tile, int columns,
-                                       int k_steps, int chosen, int padded_pairs, unsigned char* shared) {
+__device__ __forceinline__ void convert_x(const float* x, const Output<T>& output, const OutputTile& tile, int columns,
+                                          int k_steps, int chosen, int padded_pairs, unsigned char* shared) {
     const int segments = k_steps * 8;
 #pragma unroll 2
     for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_PAIRS_THREADS) {
@@ -248,8 +248,8 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& output, 
 
 // For down: starts copying the tile's rows of tiled h to shared memory.
 template <typename T>
-__device__ __forceinline__ void load_x(const T* h, const Output<T>& output, const OutputTile& tile, int, int k_steps,
-                                       int, int padded_pairs, unsigned char* shared) {
+__device__ __forceinline__ void start_copying_h(const T* h, const Output<T>& output, const OutputTile& tile,
+                                                int k_steps, int padded_pairs, unsigned char* shared) {
     const uint4* from = reinterpret_cast<const uint4*>(h) + (size_t)tile.row * 8;
     const uint32_t to = shared_address(shared);
     for (int i = threadIdx.x; i < k_steps * padded_pairs * 8; i += EXPERT_FEW_PAIRS_THREADS)
@@ -300,19 +300,23 @@ __device__ void multiply_experts(const Weights& weights, const Output<T>& output
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
         // For gate_up, convert x before loading weights. Doing both at the same time would need too many registers.
-        if constexpr (GATE_UP) load_x<T>(x, output, tile, weights.columns, k_steps, sizes.chosen, padded_pairs, shared);
-        const auto load = [&] {
+        if constexpr (GATE_UP)
+            convert_x<T>(x, output, tile, weights.columns, k_steps, sizes.chosen, padded_pairs, shared);
+        const auto load_inputs = [&] {
             if constexpr (!GATE_UP) {
                 pdl_wait();
-                load_x<T>(x, output, tile, weights.columns, k_steps, sizes.chosen, padded_pairs, shared);
+                start_copying_h<T>(x, output, tile, k_steps, padded_pairs, shared);
             }
         };
         if (padded_pairs == 8)
-            multiply_row_pairs<T, GATE_UP, 1>(matrix, output, weights.rows, tile, first, last, xs, partials, load);
+            multiply_row_pairs<T, GATE_UP, 1>(matrix, output, weights.rows, tile, first, last, xs, partials,
+                                              load_inputs);
         else if (padded_pairs == 16)
-            multiply_row_pairs<T, GATE_UP, 2>(matrix, output, weights.rows, tile, first, last, xs, partials, load);
+            multiply_row_pairs<T, GATE_UP, 2>(matrix, output, weights.rows, tile, first, last, xs, partials,
+                                              load_inputs);
         else
-            multiply_row_pairs<T, GATE_UP, 3>(matrix, output, weights.rows, tile, first, last, xs, partials, load);
+            multiply_row_pairs<T, GATE_UP, 3>(matrix, output, weights.rows, tile, first, last, xs, partials,
+                                              load_inputs);
     }
     pdl_wait();  // without this wait, a down kernel without work could end before the previous kernel
 }

@@ -204,8 +204,8 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
     DEFINE_MMA_PRODUCT(T, SUFFIX##_t32, MmaShape<32>)                                                                  \
     DEFINE_MMA_PRODUCT(T, SUFFIX##_t64, MmaShape<64>)                                                                  \
     DEFINE_MMA_PRODUCT(T, SUFFIX##_t128, MmaShape<128>)                                                                \
-    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_slim, Slim)                                                                       \
-    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_narrow, Narrow)                                                                   \
-    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_wide, Wide)
+    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_small_tile, SmallTile)                                                            \
+    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_medium_tile, MediumTile)                                                          \
+    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_large_tile, LargeTile)
 DEFINE(__half, f16)
 DEFINE(__nv_bfloat16, bf16)

@@ -42,17 +42,18 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int K_STEPS_, int BLOCKS_,
     static constexpr int X_BYTES = K_STEPS * K_STEP_X_BYTES, WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_BYTES;
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_SCALE_BYTES;
 };
-// The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
-using Wide = WgmmaShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_K_STEPS, 1, true>;
-// The shape for a medium number of pairs per expert. Narrow tiles leave room for more K steps in the ring buffer, and
+// The shape for many pairs per expert. With large tiles, each weight is read fewer times.
+using LargeTile = WgmmaShape<EXPERT_LARGE_TILE_PAIRS, 0, EXPERT_LARGE_TILE_STAGES, EXPERT_LARGE_TILE_K_STEPS, 1, true>;
+// The shape for a medium number of pairs per expert. Medium tiles leave room for more K steps in the ring buffer, and
 // the loop over the K steps of a stage is unrolled.
-using Narrow =
-    WgmmaShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_K_STEPS, 1, false>;
+using MediumTile = WgmmaShape<EXPERT_MEDIUM_TILE_PAIRS, EXPERT_MEDIUM_TILE_PAIRS, EXPERT_MEDIUM_TILE_STAGES,
+                              EXPERT_MEDIUM_TILE_K_STEPS, 1, false>;
 // The shape for few pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
-using Slim = WgmmaShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_K_STEPS, 2, false>;
+using SmallTile = WgmmaShape<EXPERT_SMALL_TILE_PAIRS, EXPERT_SMALL_TILE_PAIRS, EXPERT_SMALL_TILE_STAGES,
+                             EXPERT_SMALL_TILE_K_STEPS, 2, false>;
 
-// In code for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
+// In code for targets other than sm_90a, the wgmma kernels (small_tile, medium_tile and large_tile) have empty bodies.
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -113,10 +114,10 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
     return value;
 }
 
-// With wide tiles, the multiplying warpgroups store their results in turns: for each tile, warpgroup 0, then 1, then 2.
-// Without turns, all warpgroups would store at the same time, and the tensor cores would be idle. With turns, the
-// warpgroups soon reach the ends of their tiles at different times, and two multiply while one stores.
-// Each warpgroup waits at its own barrier, where the warps of the previous warpgroup arrive after they have stored.
+// With large tiles, the multiplying warpgroups store their results in turns: for each tile, warpgroup 0, then 1,
+// then 2. Without turns, all warpgroups would store at the same time, and the tensor cores would be idle. With turns,
+// the warpgroups soon reach the ends of their tiles at different times, and two multiply while one stores. Each
+// warpgroup waits at its own barrier, where the warps of the previous warpgroup arrive after they have stored.
 class Turns {
     static constexpr int WARPGROUPS = MULTIPLYING / 128;
     uint32_t own, next;  // barriers
@@ -140,7 +141,7 @@ public:
 };
 
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
-// Except with wide tiles, unpacking the weights limits the speed, so every instruction in the loops over K steps
+// Except with large tiles, unpacking the weights limits the speed, so every instruction in the loops over K steps
 // matters.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, const MappedWeights& weights,

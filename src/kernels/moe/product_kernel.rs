@@ -7,10 +7,10 @@ use super::expert_few_pairs::FewPairsKernel;
 use super::mxfp4_tiles::Mxfp4Tiles;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
-    EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_K_STEPS, EXPERT_NARROW_PAIRS,
-    EXPERT_NARROW_STAGES, EXPERT_SLIM_K_STEPS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES,
-    EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES, EXPERT_WIDE_K_STEPS, EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES,
-    MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
+    EXPERT_LARGE_TILE_K_STEPS, EXPERT_LARGE_TILE_PAIRS, EXPERT_LARGE_TILE_STAGES, EXPERT_MEDIUM_TILE_K_STEPS,
+    EXPERT_MEDIUM_TILE_PAIRS, EXPERT_MEDIUM_TILE_STAGES, EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS,
+    EXPERT_SMALL_TILE_K_STEPS, EXPERT_SMALL_TILE_PAIRS, EXPERT_SMALL_TILE_STAGES, EXPERT_WGMMA_ROW_TILES,
+    EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES, MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors, runs_wgmma};
 
@@ -28,7 +28,7 @@ const FEW_PAIRS_PER_EXPERT: usize = 5;
 pub(super) enum ProductKernel {
     /// A kernel from `expert_few_pairs.cu`, for few pairs per expert.
     FewPairs(FewPairsKernel),
-    /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name, such as `wide`.
+    /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name, such as `large_tile`.
     /// `stage_k_steps` is the number of K steps per stage of a wgmma kernel, and `None` for a kernel with mma.sync.
     ManyPairs { name: &'static str, shape: LaunchShape, stage_k_steps: Option<usize> },
 }
@@ -65,9 +65,9 @@ impl ProductKernel {
             stage_k_steps: None,
         };
         Ok(match (runs_wgmma(device), pairs) {
-            (true, pairs) if pairs <= 24 * experts => wgmma(SLIM),
-            (true, pairs) if pairs <= 80 * experts => wgmma(NARROW),
-            (true, _) => wgmma(WIDE),
+            (true, pairs) if pairs <= 24 * experts => wgmma(SMALL_TILE),
+            (true, pairs) if pairs <= 80 * experts => wgmma(MEDIUM_TILE),
+            (true, _) => wgmma(LARGE_TILE),
             (false, pairs) if pairs <= 24 * experts => mma("t32", 32, 2),
             (false, pairs) if pairs <= 48 * experts => mma("t64", 64, 2),
             (false, _) => mma("t128", 128, 1),
@@ -122,25 +122,25 @@ struct WgmmaTile {
     blocks: usize,
 }
 
-const SLIM: WgmmaTile = WgmmaTile {
-    name: "slim",
-    pairs: EXPERT_SLIM_PAIRS,
-    stages: EXPERT_SLIM_STAGES,
-    stage_k_steps: EXPERT_SLIM_K_STEPS,
+const SMALL_TILE: WgmmaTile = WgmmaTile {
+    name: "small_tile",
+    pairs: EXPERT_SMALL_TILE_PAIRS,
+    stages: EXPERT_SMALL_TILE_STAGES,
+    stage_k_steps: EXPERT_SMALL_TILE_K_STEPS,
     blocks: 2,
 };
-const NARROW: WgmmaTile = WgmmaTile {
-    name: "narrow",
-    pairs: EXPERT_NARROW_PAIRS,
-    stages: EXPERT_NARROW_STAGES,
-    stage_k_steps: EXPERT_NARROW_K_STEPS,
+const MEDIUM_TILE: WgmmaTile = WgmmaTile {
+    name: "medium_tile",
+    pairs: EXPERT_MEDIUM_TILE_PAIRS,
+    stages: EXPERT_MEDIUM_TILE_STAGES,
+    stage_k_steps: EXPERT_MEDIUM_TILE_K_STEPS,
     blocks: 1,
 };
-const WIDE: WgmmaTile = WgmmaTile {
-    name: "wide",
-    pairs: EXPERT_WIDE_PAIRS,
-    stages: EXPERT_WIDE_STAGES,
-    stage_k_steps: EXPERT_WIDE_K_STEPS,
+const LARGE_TILE: WgmmaTile = WgmmaTile {
+    name: "large_tile",
+    pairs: EXPERT_LARGE_TILE_PAIRS,
+    stages: EXPERT_LARGE_TILE_STAGES,
+    stage_k_steps: EXPERT_LARGE_TILE_K_STEPS,
     blocks: 1,
 };
 
