@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use crate::text::{counted, escaped, quote};
 
 /// An error that the user can act on. Callers extract it from an `anyhow::Error` with `downcast_ref`.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },

@@ -11,6 +11,7 @@ use super::{EngineLoop, QueuedWork};
 use crate::engine::fault::StepFault;
 use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
+use crate::error::Error;
 use crate::runner::{QueuedStep, SamplerResult, StepSequence, TokenSampler};
 
 /// Whether a step was queued. Decides which function tells the scheduler that the step's positions are computed.
@@ -29,7 +30,7 @@ impl EngineLoop {
             Ok(queued) => queued,
             Err(error) => {
                 self.deliver_queued();
-                return self.fail(&plan.work, error);
+                return self.fail(&plan.work, &error);
             }
         };
         if let Some(step) = queued {
@@ -51,7 +52,7 @@ impl EngineLoop {
         }
         match self.step(&plan) {
             Ok(chosen) => self.deliver(&plan.work, chosen, StepMode::Direct),
-            Err(error) => self.fail(&plan.work, error),
+            Err(error) => self.fail(&plan.work, &error),
         }
     }
 
@@ -79,7 +80,7 @@ impl EngineLoop {
         });
         match chosen {
             Ok(chosen) => self.deliver(&work, chosen, StepMode::Queued),
-            Err(error) => self.fail(&work, error),
+            Err(error) => self.fail(&work, &error),
         }
     }
 
@@ -126,12 +127,11 @@ impl EngineLoop {
 
     /// Ends the sequences of a failed step with the step's error.
     /// Forgets all cached prefixes, because the step may have written only some of its keys and values.
-    fn fail(&mut self, work: &[SequenceWork], error: anyhow::Error) {
+    fn fail(&mut self, work: &[SequenceWork], error: &anyhow::Error) {
         let message = format!("{error:#}");
         tracing::error!(error = %message, sequences = work.len(), "a step failed: its requests end with this error");
-        let mut first = Some(error);
         for id in work.iter().map(|work| work.id) {
-            self.end(id, Err(first.take().unwrap_or_else(|| anyhow!("{message}"))));
+            self.end(id, Err(copy_of(error)));
         }
         self.scheduler.forget_prefixes();
         self.counters.cached_tokens.store(0, Ordering::Relaxed);
@@ -216,6 +216,14 @@ impl EngineLoop {
     }
 }
 
+/// Returns a copy of the error of a step, for one of its sequences. A copy of an [`Error`] is also an [`Error`].
+fn copy_of(error: &anyhow::Error) -> anyhow::Error {
+    match error.downcast_ref::<Error>() {
+        Some(error) => error.clone().into(),
+        None => anyhow!("{error:#}"),
+    }
+}
+
 /// Returns the step input of each sequence in a plan. Fails if a planned sequence has not started or has no blocks.
 fn inputs<'s>(
     plan: &StepPlan,
@@ -247,4 +255,20 @@ fn inputs<'s>(
         });
     }
     Ok(inputs)
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn copies_of_an_error_keep_its_type_and_its_message() {
+        let error = Error::GpuFailed("GPU 2 of 2 failed".to_string()).into();
+        let copy = copy_of(&error);
+        assert!(matches!(copy.downcast_ref(), Some(Error::GpuFailed(reason)) if reason == "GPU 2 of 2 failed"));
+        let other = Err::<(), _>(anyhow!("out of memory")).context("cannot run a step").unwrap_err();
+        assert_eq!(copy_of(&other).to_string(), "cannot run a step: out of memory");
+    }
 }
