@@ -308,7 +308,8 @@ impl EngineLoop {
 
 /// Counts the end of a sequence, and adds its last event, a finish reason or an error, to the outbox.
 fn end_sequence(sequence: Sequence, outcome: Result<FinishReason>, counters: &Counters, outbox: &mut Outbox) {
-    stats::subtract_one(if sequence.has_started() { &counters.running } else { &counters.waiting });
+    let counter = if sequence.has_started() { &counters.running } else { &counters.waiting };
+    stats::subtract(counter, 1);
     stats::add(&counters.ended, 1);
     match outcome {
         Ok(reason) => {

@@ -169,7 +169,3 @@ pub fn add(counter: &AtomicU64, count: u64) {
 pub fn subtract(counter: &AtomicU64, count: u64) {
     counter.fetch_sub(count, Ordering::Relaxed);
 }
-
-pub fn subtract_one(counter: &AtomicU64) {
-    subtract(counter, 1);
-}

@@ -105,7 +105,7 @@ impl EngineLoop {
         }
         for SequenceWork { id, range, .. } in &plan.work {
             if let Some(sequence) = self.sequences.get_mut(id).filter(|sequence| !sequence.has_started()) {
-                stats::subtract_one(&self.counters.waiting);
+                stats::subtract(&self.counters.waiting, 1);
                 stats::add(&self.counters.running, 1);
                 sequence.start(range.start, &mut self.outbox);
             }
