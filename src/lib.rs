@@ -20,7 +20,7 @@
 //!   [`DeviceInfo`](device::DeviceInfo) and [`MAX_RANKS`](device::MAX_RANKS)
 //! - types of other modules that the items above use: [`AttentionBackend`](kernels::attention::AttentionBackend),
 //!   [`QuantizationTarget`](weights::quantized::QuantizationTarget), [`ExecutionMode`](runner::ExecutionMode),
-//!   [`NoDecodeGraph`](runner::NoDecodeGraph), [`Language`](language::Language) and
+//!   [`NoDecodeGraphReason`](runner::NoDecodeGraphReason), [`Language`](language::Language) and
 //!   [`Tokenizer`](tokenizer::Tokenizer)
 //!
 //! Everything else is internal and can change in any release: it is public only for inferno's own program, tests,

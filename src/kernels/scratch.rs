@@ -9,7 +9,7 @@
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
 //! At that point, nothing needs the layer's results: a layer reads only its own and the previous layer's results.
 //!
-//! A batch graph (`runner/launcher/batch_graph.rs`) uses this module in three steps:
+//! A batch graph (`runner/gpu/batch_graph.rs`) uses this module in three steps:
 //! 1. [`LayerSizes::measure`] runs a pass and measures how much memory the largest layer needs.
 //! 2. [`Arena::new`] allocates two halves of at least this size, unless an earlier graph has an arena that
 //!    [fits](Arena::fits). The batch graph keeps its arena alive, because the captured kernels use its addresses.

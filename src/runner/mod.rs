@@ -15,9 +15,9 @@
 //! 2. `route` decides what runs the step, and whether the step is queued (`step/route.rs`).
 //! 3. If several ranks run the model, the first rank sends the step to the others (`ranks/group.rs`).
 //! 4. The step runs:
-//!    - on the decode graph (`decode_graph/graph.rs`)
-//!    - as a batch graph (`launcher/batch_graph.rs`)
-//!    - operation by operation, by `Decoder::forward` or, if the step is queued, by `launcher/step_launcher.rs`
+//!    - on the decode graph (`gpu/decode_graph/graph.rs`)
+//!    - as a batch graph (`gpu/batch_graph.rs`)
+//!    - operation by operation, by `Decoder::forward` or, if the step is queued, by `gpu/step_launcher.rs`
 //! 5. The next tokens are chosen. `sampling/mod.rs` lists where.
 //!    `Runner::step` returns the tokens. For a queued step, `Runner::take` returns them (`run/queue.rs`).
 //!
@@ -25,14 +25,19 @@
 //!
 //! - `run/`: the methods of `Runner` that run and queue steps
 //! - `step/`: what a step consists of, and the decision how it runs
-//! - `launcher/`: launches batch graphs and queued steps on the GPU of one rank
-//! - `decode_graph/`: the decode graph, and the reasons why a runner may have none
-//! - `sampling/`: the interface of samplers, and functions that choose tokens and compute log probabilities
+//! - `gpu/`: everything that only builds with CUDA contain: the decode graph, batch graphs, and sampling on the GPU.
+//!   In other builds, `no_cuda.rs` replaces this module.
+//! - `decode_graph`: the commands of the decode graph, and the reasons why a runner has none
+//! - `sampling/`: the interface of samplers, and functions that choose tokens on the host
 //! - `ranks/`: the ranks that run a model together, and the commands that the first rank sends to the others
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
 
-pub mod decode_graph;
-mod launcher;
+mod decode_graph;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_cuda.rs"]
+mod gpu;
 mod limits;
 mod ranks;
 mod run;
@@ -46,14 +51,15 @@ use anyhow::Result;
 use candle_core::{DType, Device};
 
 use crate::nn::decoder::Decoder;
-use crate::nn::kv_cache::KvCache;
+use crate::nn::kv_cache::{BlockTables, CacheLayout, KvCache};
 use crate::world::World;
-use decode_graph::{PlannedGraph, plan_together};
-use launcher::StepLauncher;
-use ranks::RankGroup;
-use step::{RunnerFacts, SoloSequence, StepExecutor, StepFacts, StepTimes, route};
+use gpu::StepLauncher;
+use ranks::{PlannedGraph, RankGroup};
+use step::{RunnerFacts, StepExecutor, StepFacts, StepTimes, route};
 
-pub use decode_graph::NoDecodeGraph;
+pub use decode_graph::NoDecodeGraphReason;
+#[cfg(feature = "cuda")]
+pub use gpu::DecodeGraph;
 pub use limits::{MAX_SEQUENCES, PromptSegments, RunnerLimits, RunnerOptions};
 pub use ranks::{RANK_PANICKED, RankCache, RankFault, RankModel, failure_message};
 pub use sampling::{ChosenToken, SamplerResult, TokenLogprobs, TokenSampler};
@@ -80,6 +86,29 @@ pub struct Runner {
     /// The time at which the tokens of a queued step were last taken.
     last_taken: Instant,
     times: StepTimes,
+}
+
+/// The cached tokens of the solo sequence and their block tables.
+struct SoloSequence {
+    /// The tokens whose keys and values are in the cache.
+    cached: Vec<u32>,
+    tables: BlockTables,
+    /// The largest position that steps since the last [`clear`](Self::clear) write, plus one. Includes queued steps.
+    /// From this, `Runner::rewind` finds out whether keys and values of a sliding window may have been overwritten.
+    written: usize,
+}
+
+impl SoloSequence {
+    fn new(layout: &CacheLayout, limits: RunnerLimits) -> Self {
+        let tables = BlockTables::for_one_sequence(layout, limits.context, limits.chunk);
+        Self { cached: Vec::new(), tables, written: 0 }
+    }
+
+    /// Forgets the cached tokens.
+    fn clear(&mut self) {
+        self.cached.clear();
+        self.written = 0;
+    }
 }
 
 impl Runner {
@@ -110,9 +139,9 @@ impl Runner {
         device: Device,
         options: RunnerOptions,
     ) -> Result<Self> {
-        let RankModel { decoder, cache } = model;
         let ranks = RankGroup::start(world, others, limits, options)?;
-        let decode_graph = plan_together(&decoder, &cache, limits, options)?;
+        let decode_graph = model.plan_decode_graph(limits, options)?;
+        let RankModel { decoder, cache } = model;
         let solo = SoloSequence::new(cache.layout(), limits);
         let can_launch = !options.eager && ranks.supports_graphs();
         Ok(Self {
@@ -236,7 +265,7 @@ impl Runner {
     }
 
     /// Returns why there is no decode graph, or `None` if there is one.
-    pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
+    pub fn no_decode_graph(&self) -> Option<&NoDecodeGraphReason> {
         self.decode_graph.as_ref().err()
     }
 }

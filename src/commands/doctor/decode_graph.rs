@@ -13,7 +13,7 @@ use crate::models;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
-use crate::runner::decode_graph::DecodeGraph;
+use crate::runner::DecodeGraph;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 

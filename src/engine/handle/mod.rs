@@ -31,7 +31,7 @@ use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::language::Language;
-use crate::runner::{ExecutionMode, NoDecodeGraph, PromptSegments, Runner};
+use crate::runner::{ExecutionMode, NoDecodeGraphReason, PromptSegments, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 pub use crate::kernels::sampling::MAX_LOGPROBS;
@@ -305,7 +305,7 @@ impl EngineHandle {
     }
 
     /// Returns why the engine has no decode graph, or `None` if it has one.
-    pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
+    pub fn no_decode_graph(&self) -> Option<&NoDecodeGraphReason> {
         self.shared.info.no_decode_graph.as_ref()
     }
 

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
-use crate::runner::{ExecutionMode, NoDecodeGraph, PromptSegments};
+use crate::runner::{ExecutionMode, NoDecodeGraphReason, PromptSegments};
 
 /// Properties of a loaded model, and the settings with which the engine runs it.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ pub struct ModelInfo {
     /// How decode steps usually run while one request is active: as a CUDA graph, or operation by operation.
     pub execution_mode: ExecutionMode,
     /// Why the engine has no decode graph. `None` if it has one.
-    pub no_decode_graph: Option<NoDecodeGraph>,
+    pub no_decode_graph: Option<NoDecodeGraphReason>,
     /// Whether all answers are deterministic: no answer depends on other requests.
     /// See [`LoadOptions::deterministic`](crate::engine::LoadOptions::deterministic).
     pub is_deterministic: bool,

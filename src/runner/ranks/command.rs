@@ -3,19 +3,17 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candle_core::Tensor;
 
-use super::fault::RankFault;
+use super::failure::RankFault;
 use super::scored_pass::forward_scored;
 use crate::kernels::SumOrder;
-use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
-use crate::runner::decode_graph::DecodeGraph;
-use crate::runner::launcher::RowSampling;
-use crate::runner::step::{StepExecutor, StepSequence};
+use crate::runner::decode_graph::GraphCommand;
+use crate::runner::step::{RowSampling, StepExecutor, StepSequence};
 
 /// A command that the first rank sends to a follower.
 #[derive(Clone)]
@@ -49,40 +47,6 @@ pub struct RankCache<'c> {
 
 /// A function to call with the KV cache of a rank.
 pub type RankCacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
-
-/// A command for the decode graphs of all ranks.
-#[derive(Clone)]
-pub enum GraphCommand {
-    /// See [`DecodeGraph::start`].
-    Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
-    /// See [`DecodeGraph::start_from`]. The graph starts from the logits of the rank's last pass.
-    StartFrom { sequence: u64, tokens: usize, sampling: Option<DeviceSampling>, tables: BlockTables },
-    /// See [`DecodeGraph::set_tables`].
-    SetTables(BlockTables),
-    /// See [`DecodeGraph::next`].
-    Next { limit: usize },
-}
-
-impl GraphCommand {
-    /// Runs the command on the decode graph of a rank.
-    /// Only `StartFrom` needs `logits`, f32 `[1, vocab]`, which come from the rank's last pass.
-    /// Returns the token of a `Next` command, or `None` for other commands.
-    pub fn run(&self, graph: &mut DecodeGraph, logits: Option<&Tensor>) -> Result<Option<u32>> {
-        match self {
-            Self::Start { sequence, position, token, sampling, tables } => {
-                graph.start(*sequence, *position, *token, sampling.clone(), tables)?;
-            }
-            Self::StartFrom { sequence, tokens, sampling, tables } => {
-                let logits =
-                    logits.context("internal error: the last pass did not return exactly one row of logits")?;
-                graph.start_from(*sequence, *tokens, logits, sampling.clone(), tables)?;
-            }
-            Self::SetTables(tables) => graph.set_tables(tables)?,
-            Self::Next { limit } => return graph.next(*limit).map(Some),
-        }
-        Ok(None)
-    }
-}
 
 /// A [`PassBatch`] that owns its data, for the threads of followers.
 pub struct OwnedBatch {

@@ -9,11 +9,10 @@ use candle_core::Tensor;
 
 use super::command::{RankCache, RankCommand};
 use super::failure::{RANK_PANICKED, failure_message};
-use super::rank_model::RankModel;
+use super::rank_model::{PlannedGraph, RankModel};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::decode_graph::{PlannedGraph, plan_together};
-use crate::runner::launcher::StepLauncher;
+use crate::runner::gpu::StepLauncher;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::sampling::NoToken;
 use crate::text::error_message;
@@ -68,9 +67,10 @@ struct Follower {
 
 impl Follower {
     fn new(world: World, model: RankModel, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
+        let decode_graph = model.plan_decode_graph(limits, options)?;
         let RankModel { decoder, cache } = model;
         Ok(Self {
-            decode_graph: plan_together(&decoder, &cache, limits, options)?,
+            decode_graph,
             launcher: StepLauncher::new(cache.device(), limits, options)?,
             decoder,
             cache,
@@ -103,7 +103,7 @@ impl Follower {
             }
             RankCommand::Graph(command) => {
                 let Ok(graph) = &mut self.decode_graph else { bail!("internal error: a rank has no decode graph") };
-                match command.run(graph, self.logits.as_ref()) {
+                match graph.run(command, self.logits.as_ref()) {
                     // Ignore `NoToken`: the first rank gets the same error, which ends only the sequence.
                     Err(error) if error.is::<NoToken>() => {}
                     result => drop(result?),

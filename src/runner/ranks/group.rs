@@ -15,9 +15,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use candle_core::{Device, Tensor};
 
-use super::command::{GraphCommand, OwnedStep, RankCache, RankCommand};
-use super::failure::{RANK_PANICKED, failure_message};
-use super::fault::RankFault;
+use super::command::{OwnedStep, RankCache, RankCommand};
+use super::failure::{RANK_PANICKED, RankFault, failure_message};
 use super::follower::follow;
 use super::rank_model::RankModel;
 use super::scored_pass::forward_scored;
@@ -25,11 +24,11 @@ use crate::error::Error;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::PassBatch;
-use crate::runner::decode_graph::DecodeGraph;
-use crate::runner::launcher::RowSampling;
+use crate::runner::decode_graph::GraphCommand;
+use crate::runner::gpu::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::sampling::NoToken;
-use crate::runner::step::{StepExecutor, StepSequence};
+use crate::runner::step::{RowSampling, StepExecutor, StepSequence};
 use crate::text::error_message;
 use crate::world::{ANSWER_TIMEOUT, World};
 
@@ -236,6 +235,9 @@ impl RankGroup {
         sequences: &[StepSequence],
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
+        if self.is_single() {
+            return run();
+        }
         let result = self.together(RankCommand::Batch(Arc::new(OwnedStep::new(sequences))), run)?;
         // If ranks share a GPU, wait for the step now.
         // A later copy to the host would also wait, but would keep the other ranks from launching kernels.
@@ -256,7 +258,7 @@ impl RankGroup {
         logits: Option<&Tensor>,
     ) -> Result<Option<u32>> {
         if self.is_single() {
-            return command.run(graph, logits);
+            return graph.run(&command, logits);
         }
         // Fail here if no step is left, because a failure on the followers would end the world.
         if let GraphCommand::Next { limit } = command {
@@ -264,7 +266,7 @@ impl RankGroup {
         }
         self.check()?;
         self.send(&RankCommand::Graph(command.clone()))?;
-        let token = self.guarded(|| command.run(graph, logits));
+        let token = self.guarded(|| graph.run(&command, logits));
         match &token {
             // `NoToken` must end only the request. All ranks return this error at the same step.
             Err(error) if !error.is::<NoToken>() => self.fail(error),
@@ -275,7 +277,7 @@ impl RankGroup {
         token
     }
 
-    /// Waits for the next token of the decode graphs of all ranks. See [`DecodeGraph::next`].
+    /// Waits for the next token of the decode graphs of all ranks. See [`GraphCommand::Next`].
     pub fn next_token(&self, graph: &mut DecodeGraph, limit: usize) -> Result<u32> {
         let token = self.run_graph(graph, GraphCommand::Next { limit }, None)?;
         token.context("internal error: the decode graph returned no token")

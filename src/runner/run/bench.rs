@@ -8,7 +8,7 @@ use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::mlp::ExpertCost;
 use crate::nn::pass::RowSelection;
 use crate::runner::Runner;
-use crate::runner::ranks::GraphCommand;
+use crate::runner::decode_graph::GraphCommand;
 use crate::runner::step::{KernelTime, LaunchCounts, StepBytes, StepTime};
 
 /// The id of the solo sequence in the decode graph.
@@ -186,7 +186,6 @@ impl Runner {
     /// Counts the launches of one decode graph step. Returns `None` if there is no decode graph.
     pub fn launch_counts(&self) -> Result<Option<LaunchCounts>> {
         let Ok(graph) = &self.decode_graph else { return Ok(None) };
-        let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
-        Ok(Some(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels }))
+        graph.launch_counts().map(Some)
     }
 }

@@ -1,15 +1,17 @@
 //! Steps that are queued before the host knows the tokens of the previous step.
 //!
 //! While a GPU runs a step, the host plans and queues the next step, so the GPU need not wait for the host.
-//! `queue_on_gpu` and `queue_on_cpu` contain the code for each kind of device.
+//! `queue_on_cpu` contains the code for a CPU.
 
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::runner::Runner;
 use crate::runner::sampling::SamplerResult;
-use crate::runner::step::{QueuedStep, QueuedTokens, StepExecutor, StepFacts, StepSequence, route};
+use crate::runner::step::{
+    ExpectedToken, QueuedStep, QueuedTokens, RowSampling, StepExecutor, StepFacts, StepKind, StepSequence, route,
+};
 
 impl Runner {
     /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
@@ -30,6 +32,22 @@ impl Runner {
         }
         debug_assert_eq!(route.executor, StepExecutor::Eager);
         self.queue_on_cpu(sequences).map(Some)
+    }
+
+    /// Implements [`queue`](Self::queue) for a GPU: launches the step as a batch graph or operation by operation.
+    fn queue_on_gpu(&mut self, executor: StepExecutor, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
+        self.reset();
+        let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no step launcher") };
+        let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
+        let samplings = RowSampling::of_sequences(sequences, self.decoder.vocab_size());
+        let index = self.ranks.queue(executor, sequences, &samplings, || {
+            launcher.queue(&self.decoder, &self.cache, executor, sequences, &samplings)
+        })?;
+        let mut expected = vec![None; sequences.len()];
+        for &RowSampling { index, logprobs, .. } in &samplings {
+            expected[index] = Some(ExpectedToken { logprobs });
+        }
+        Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, expected } })
     }
 
     /// Waits for the tokens of a queued step and returns them. Take steps in the order in which they were queued.

@@ -9,10 +9,9 @@ use candle_core::Tensor;
 use crate::kernels::SumOrder;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
+use crate::runner::gpu::{choose_on_device, logprobs_on_device};
 use crate::runner::limits::PromptSegments;
-use crate::runner::sampling::{
-    SamplerResult, TokenLogprobs, TokenSampler, choose_on_device, choose_on_host, logprobs_on_device,
-};
+use crate::runner::sampling::{SamplerResult, TokenLogprobs, TokenSampler, choose_on_host};
 use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
 /// The maximum number of prompt tokens to score at once. The logits of these tokens are in memory at the same time.

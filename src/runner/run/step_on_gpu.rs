@@ -4,9 +4,10 @@ use anyhow::{Result, bail};
 use candle_core::Tensor;
 
 use crate::runner::Runner;
-use crate::runner::decode_graph::DecodeGraph;
-use crate::runner::ranks::{GraphCommand, RankGroup};
-use crate::runner::sampling::{ChosenToken, SamplerResult, TokenSampler, choose_on_device};
+use crate::runner::decode_graph::GraphCommand;
+use crate::runner::gpu::{DecodeGraph, choose_on_device};
+use crate::runner::ranks::RankGroup;
+use crate::runner::sampling::{ChosenToken, SamplerResult, TokenSampler};
 use crate::runner::step::{StepExecutor, StepSequence, samplers};
 
 impl Runner {
@@ -37,13 +38,8 @@ impl Runner {
     ) -> Result<Option<Vec<SamplerResult>>> {
         self.reset();
         let Some(launcher) = &mut self.launcher else { return Ok(None) };
-        let logits = if self.ranks.is_single() {
-            launcher.try_run(&self.decoder, &self.cache, sequences)?
-        } else {
-            let run = || launcher.run(&self.decoder, &self.cache, sequences);
-            Some(self.ranks.run_batch(&self.device, sequences, run)?)
-        };
-        let Some(logits) = logits else { return Ok(None) };
+        let run = || launcher.run(&self.decoder, &self.cache, sequences);
+        let Some(logits) = self.ranks.run_batch(&self.device, sequences, run)? else { return Ok(None) };
         meanwhile();
         // Reading the chosen tokens waits for the step. Without tokens, wait here: the graph's inputs are in words of
         // `QueuedStepBuffers` that a later step overwrites.

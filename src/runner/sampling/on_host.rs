@@ -2,9 +2,8 @@
 
 use anyhow::{Result, anyhow};
 
-use super::chosen_token::ChosenToken;
 use super::logprobs::TokenLogprobs;
-use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
+use super::token_sampler::{ChosenToken, NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 
 /// Chooses a token on the host. Fails if every logit is NaN or -inf after the logit edits and the token mask.
 /// Also fails if [`TokenSampler::allowed_tokens`] fails.
@@ -56,7 +55,7 @@ mod tests {
         const INF: f32 = f32::INFINITY;
         for logits in [[f32::NAN; 3], [-INF; 3], [f32::NAN, -INF, f32::NAN]] {
             let error = choose_on_host(&mut logits.clone(), &mut Last).unwrap_err();
-            // `choose_on_device` fails with the same error.
+            // On a GPU, `choose_on_device` fails with the same error.
             assert!(error.is::<NoToken>(), "{error}");
         }
         assert_eq!(choose_on_host(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap().id, 1);

@@ -2,7 +2,20 @@
 
 use anyhow::Result;
 
+use super::logprobs::TokenLogprobs;
 use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
+
+/// The token that a sampler chose for a sequence, or an error if no token could be chosen.
+/// `None` if the sequence had no sampler.
+pub type SamplerResult = Option<Result<ChosenToken>>;
+
+/// A token that a sampler chose.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChosenToken {
+    pub id: u32,
+    /// The log probabilities, if the sampler requested any.
+    pub logprobs: Option<TokenLogprobs>,
+}
 
 /// The error for a sequence if all of its logits in a step are NaN or -inf, and no constraint limits the token.
 /// The error ends only this sequence.

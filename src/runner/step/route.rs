@@ -2,6 +2,10 @@
 //!
 //! The table in docs/scheduling.md lists the routes. A test compares the table with [`route`].
 
+use std::fmt;
+
+use serde::Serialize;
+
 use super::sequence::StepSequence;
 use crate::runner::limits::MAX_SEQUENCES;
 
@@ -23,6 +27,25 @@ pub enum StepExecutor {
     BatchGraph,
     /// The decoder, which runs operation by operation.
     Eager,
+}
+
+/// How decode steps usually run while only one request is active.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ExecutionMode {
+    /// As a CUDA graph: the decode graph, or a batch graph of one sequence.
+    Graph,
+    /// Operation by operation, without a CUDA graph.
+    Eager,
+}
+
+impl fmt::Display for ExecutionMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Graph => "graph",
+            Self::Eager => "eager",
+        })
+    }
 }
 
 /// The properties of a runner that decide what runs a step.

@@ -14,8 +14,7 @@ use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::kernels::sampling::DeviceSampling;
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
-use inferno::runner::ExecutionMode;
-use inferno::runner::decode_graph::DecodeGraph;
+use inferno::runner::{DecodeGraph, ExecutionMode};
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use inferno::world::{ANSWER_TIMEOUT, Exchange, PartialResult, ResidualUpdate, World};
 

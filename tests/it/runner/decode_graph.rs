@@ -21,8 +21,7 @@ use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BlockTables, KvCache};
 use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
-use inferno::runner::TokenSampler;
-use inferno::runner::decode_graph::DecodeGraph;
+use inferno::runner::{DecodeGraph, TokenSampler};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 

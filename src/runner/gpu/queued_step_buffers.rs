@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::row_sampling::RowSampling;
+use super::sampling::token_in_word;
 use crate::kernels::launch::{HostMailbox, HostWords};
 use crate::kernels::sampling::{
     EditedRow, LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, RowLogprobs, SAMPLE_PARAM_WORDS, edit_rows, queue_best,
@@ -16,8 +16,8 @@ use crate::kernels::sampling::{
 };
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;
-use crate::runner::sampling::{ChosenToken, SamplerResult, TokenLogprobs, token_in_word};
-use crate::runner::step::{ExpectedToken, StepSequence};
+use crate::runner::sampling::{ChosenToken, SamplerResult, TokenLogprobs};
+use crate::runner::step::{ExpectedToken, RowSampling, StepSequence};
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
 /// The engine loop stays within this limit: it takes the tokens of step n before it queues step n + 2.

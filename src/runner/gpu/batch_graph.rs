@@ -149,19 +149,23 @@ impl BatchGraphs {
         !self.has_failed && !decoder.reads_tables_on_host()
     }
 
-    /// Queues a decode step, like [`run`](Self::run). If `run` fails on a single GPU, returns `None`, and
-    /// [`can_run_model`](Self::can_run_model) returns false from then on.
-    /// The caller must then run the failed step operation by operation.
-    /// On several GPUs, returns the error of `run`.
-    pub fn try_run(
+    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. `buffers` copies the inputs to the device.
+    /// [`can_run_model`](Self::can_run_model) must be true.
+    /// Returns only the best logits if `needs` allows it and the graph finds them.
+    /// The next step overwrites the logits.
+    ///
+    /// If the step fails on a single GPU, returns `None`, and [`can_run_model`](Self::can_run_model) returns false from
+    /// then on. The caller must then run the failed step operation by operation.
+    /// With several ranks, a failure is an error.
+    pub fn run(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
         needs: NeededLogits,
         buffers: &mut QueuedStepBuffers,
-    ) -> Result<Option<StepLogits>> {
-        match self.run(decoder, cache, sequences, needs, buffers) {
+    ) -> Result<Option<ComputedLogits>> {
+        match self.try_run(decoder, cache, sequences, needs, buffers) {
             Ok(logits) => Ok(Some(logits)),
             // Do not repeat the step: the other ranks do not know about the failure, and would not repeat it.
             Err(error) if decoder.world().size() > 1 => Err(error),
@@ -180,18 +184,15 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. `buffers` copies the inputs to the device.
-    /// [`can_run_model`](Self::can_run_model) must be true.
-    /// Returns only the best logits if `needs` allows it and the graph finds them.
-    /// The next step overwrites the logits.
-    pub fn run(
+    /// Implements [`run`](Self::run), but always returns the error of a step that fails.
+    fn try_run(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
         needs: NeededLogits,
         buffers: &mut QueuedStepBuffers,
-    ) -> Result<StepLogits> {
+    ) -> Result<ComputedLogits> {
         let size = padded(sequences.len());
         let logits = match &mut self.logits {
             Some(logits) => logits,
@@ -214,24 +215,24 @@ impl BatchGraphs {
         }
         let LogitsBuffers { own, best, .. } = logits.first_rows(sequences.len())?;
         Ok(match needs {
-            NeededLogits::Best if batch.finds_best => StepLogits::Best(best),
-            _ => StepLogits::Own(own),
+            NeededLogits::Best if batch.finds_best => ComputedLogits::Best(best),
+            _ => ComputedLogits::All(own),
         })
     }
 }
 
-/// The logits that a step needs to choose its tokens.
+/// The logits that a step needs to choose its tokens. See [`ComputedLogits`].
 #[derive(Clone, Copy, PartialEq)]
 pub enum NeededLogits {
     All,
-    /// Only the best logits of each row.
+    /// Only the best logits of each row. The step may compute all logits instead.
     Best,
 }
 
-/// The logits of a step.
-pub enum StepLogits {
-    /// This rank's columns of the logits, one for each token in [`Decoder::own_tokens`]: f32 `[sequences, columns]`.
-    Own(Tensor),
+/// The logits that a step has computed.
+pub enum ComputedLogits {
+    /// All logits of this rank, with one column for each token in [`Decoder::own_tokens`]: f32 `[sequences, columns]`.
+    All(Tensor),
     /// The best logits of each row, from all ranks: f32 `[sequences, ranks · BEST_LOGITS_COLUMNS]`.
     Best(Tensor),
 }

@@ -5,12 +5,10 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, anyhow};
 use candle_core::Tensor;
 
-use super::chosen_token::{ChosenToken, SamplerResult};
-use super::logprobs::TokenLogprobs;
-use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 use crate::kernels::sampling::{
-    LogitEdit, RowLogprobs, TokenMask, edit_logits, mask_logits, sample_rows, top_logprobs,
+    LogitEdit, MAILBOX_NO_TOKEN, RowLogprobs, TokenMask, edit_logits, mask_logits, sample_rows, top_logprobs,
 };
+use crate::runner::sampling::{ChosenToken, NO_ALLOWED_TOKEN, NoToken, SamplerResult, TokenLogprobs, TokenSampler};
 
 /// Chooses a token on the GPU with each sampler. Row i of `logits`, f32 `[sequences, vocab]`, belongs to entry i of
 /// `samplers`, which is `None` if the sequence needs no token. May change `logits` in place.
@@ -124,4 +122,13 @@ fn allowed_tokens(samplers: &mut [Option<&mut dyn TokenSampler>]) -> (Vec<(u32, 
 pub fn logprobs_on_device(logits: &Tensor, tokens: &[u32], top: usize) -> Result<Vec<TokenLogprobs>> {
     let rows = top_logprobs(logits, tokens, top)?.into_iter();
     Ok(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }).collect())
+}
+
+/// Returns the token id in a word that the GPU has written to a mailbox: the token id plus 1, or [`MAILBOX_NO_TOKEN`].
+/// Fails with [`NoToken`] if the word is [`MAILBOX_NO_TOKEN`].
+pub fn token_in_word(word: u32) -> Result<u32> {
+    match word {
+        MAILBOX_NO_TOKEN => Err(NoToken.into()),
+        word => Ok(word - 1),
+    }
 }

@@ -3,9 +3,8 @@
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use super::batch_graph::{BatchGraphs, NeededLogits, StepLogits};
+use super::batch_graph::{BatchGraphs, ComputedLogits, NeededLogits};
 use super::queued_step_buffers::QueuedStepBuffers;
-use super::row_sampling::RowSampling;
 use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
@@ -13,7 +12,7 @@ use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::sampling::SamplerResult;
-use crate::runner::step::{ExpectedToken, StepExecutor, StepSequence};
+use crate::runner::step::{ExpectedToken, RowSampling, StepExecutor, StepSequence};
 
 /// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
 pub struct StepLauncher {
@@ -39,29 +38,23 @@ impl StepLauncher {
 
     /// Launches a decode step as a batch graph, and does not wait for its result.
     /// Returns the logits, f32 `[sequences, vocab]`. The next step can overwrite the logits.
-    pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
+    ///
+    /// If the graph fails and there is only one rank, returns `None`. The caller must then run the step operation by
+    /// operation. With several ranks, a failure is an error.
+    pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Option<Tensor>> {
         let logits = self.batches.run(decoder, cache, sequences, NeededLogits::All, &mut self.buffers)?;
         self.buffers.skip();
-        all_logits(decoder, &logits)
-    }
-
-    /// Launches a decode step like [`run`](Self::run). If the graph fails and there is only one rank, returns `None`.
-    /// The caller must then run the step operation by operation. With several ranks, a failure is an error.
-    pub fn try_run(
-        &mut self,
-        decoder: &Decoder,
-        cache: &KvCache,
-        sequences: &[StepSequence],
-    ) -> Result<Option<Tensor>> {
-        let logits = self.batches.try_run(decoder, cache, sequences, NeededLogits::All, &mut self.buffers)?;
-        self.buffers.skip();
-        logits.map(|logits| all_logits(decoder, &logits)).transpose()
+        match logits {
+            Some(ComputedLogits::All(own)) => decoder.logits_of_ranks(&own).map(Some),
+            Some(ComputedLogits::Best(_)) => bail!("internal error: the step has computed only the best logits"),
+            None => Ok(None),
+        }
     }
 
     /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
-    /// same tokens. If the step runs as a batch graph and [`RowSampling::needs_only_best`] is true for all entries,
+    /// same tokens. If the step runs as a batch graph and [`needs_only_best`] is true for all entries,
     /// the ranks may store and exchange only the best logits.
     pub fn queue(
         &mut self,
@@ -71,15 +64,15 @@ impl StepLauncher {
         sequences: &[StepSequence],
         samplings: &[RowSampling],
     ) -> Result<usize> {
-        let needs_only_best = !samplings.is_empty() && samplings.iter().all(RowSampling::needs_only_best);
+        let needs_only_best = !samplings.is_empty() && samplings.iter().all(needs_only_best);
         let needs = if needs_only_best { NeededLogits::Best } else { NeededLogits::All };
         let on_graph = match executor {
-            StepExecutor::BatchGraph => self.batches.try_run(decoder, cache, sequences, needs, &mut self.buffers)?,
+            StepExecutor::BatchGraph => self.batches.run(decoder, cache, sequences, needs, &mut self.buffers)?,
             StepExecutor::DecodeGraph | StepExecutor::Eager => None,
         };
         let logits = match on_graph {
             Some(logits) => logits,
-            None => StepLogits::Own(self.queue_operations(decoder, cache, sequences)?),
+            None => ComputedLogits::All(self.queue_operations(decoder, cache, sequences)?),
         };
         let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
         let sampled = |logits: Tensor| {
@@ -89,8 +82,8 @@ impl StepLauncher {
             logits.index_select(&Tensor::new(rows.as_slice(), logits.device())?, 0)
         };
         match logits {
-            StepLogits::Best(best) => self.buffers.choose_best(samplings, &sampled(best)?),
-            StepLogits::Own(own) => self.buffers.choose(samplings, &decoder.logits_of_ranks(&sampled(own)?)?),
+            ComputedLogits::Best(best) => self.buffers.choose_best(samplings, &sampled(best)?),
+            ComputedLogits::All(own) => self.buffers.choose(samplings, &decoder.logits_of_ranks(&sampled(own)?)?),
         }
     }
 
@@ -124,10 +117,7 @@ impl StepLauncher {
     }
 }
 
-/// Returns the logits of all ranks, f32 `[sequences, vocab]`. Fails if the step has found only the best logits.
-fn all_logits(decoder: &Decoder, logits: &StepLogits) -> Result<Tensor> {
-    match logits {
-        StepLogits::Own(own) => decoder.logits_of_ranks(own),
-        StepLogits::Best(_) => bail!("internal error: the step has found only the best logits"),
-    }
+/// Returns whether a step chooses the token of a sequence with the largest unedited logit, and needs no other logits.
+fn needs_only_best(sampling: &RowSampling) -> bool {
+    sampling.params.temperature == 0.0 && sampling.edits.is_empty() && sampling.logprobs.is_none()
 }

@@ -4,7 +4,6 @@ use anyhow::Result;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 
-use super::no_decode_graph::NoDecodeGraph;
 use crate::kernels::attention::FLASH_HEAD_DIMS;
 use crate::kernels::decode;
 use crate::kernels::matrix::Matrix;
@@ -13,25 +12,26 @@ use crate::nn::decoder::Decoder;
 use crate::nn::layer::DecoderLayer;
 use crate::nn::mlp::Mlp;
 use crate::nn::moe::ClampedMoe;
+use crate::runner::decode_graph::NoDecodeGraphReason;
 
 /// Returns why the decode graph cannot run this rank's part of the model, or `None` if it can.
 /// [`DecodeGraph::plan`](super::DecodeGraph::plan) checks the size of the vocabulary.
-pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<NoDecodeGraph>> {
+pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<NoDecodeGraphReason>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
-        return Ok(Some(NoDecodeGraph::Dtype(dtype)));
+        return Ok(Some(NoDecodeGraphReason::Dtype(dtype)));
     }
     if decoder.world().size() > 1 && decoder.world().exchange().is_none() {
-        return Ok(Some(NoDecodeGraph::HostCopies));
+        return Ok(Some(NoDecodeGraphReason::HostCopies));
     }
     if decoder.world().size() > 1 && has_empty_part(decoder) {
-        return Ok(Some(NoDecodeGraph::EmptyPart));
+        return Ok(Some(NoDecodeGraphReason::EmptyPart));
     }
     if decoder.norm.bias.is_some() || decoder.own_layers().any(|(_, layer)| has_layer_norm(layer)) {
-        return Ok(Some(NoDecodeGraph::Layer("LayerNorm")));
+        return Ok(Some(NoDecodeGraphReason::Layer("LayerNorm")));
     }
     if decoder.embed_positions.is_some() {
-        return Ok(Some(NoDecodeGraph::Layer("learned positions")));
+        return Ok(Some(NoDecodeGraphReason::Layer("learned positions")));
     }
     for (_, layer) in decoder.own_layers() {
         if let Some(reason) = unsupported_layer(layer, device)? {
@@ -61,16 +61,16 @@ fn has_layer_norm(layer: &DecoderLayer) -> bool {
 }
 
 /// Returns why the decode graph cannot run this layer, or `None` if it can.
-fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<NoDecodeGraph>> {
+fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<NoDecodeGraphReason>> {
     let head_dim = layer.self_attn.config.spec.head_dim;
     if !FLASH_HEAD_DIMS.contains(&head_dim) {
-        return Ok(Some(NoDecodeGraph::HeadDim(head_dim)));
+        return Ok(Some(NoDecodeGraphReason::HeadDim(head_dim)));
     }
     if let Some(reason) = unsupported_mlp(&layer.mlp)? {
         return Ok(Some(reason));
     }
     if layer.mlp_post_norm.is_some() && !matches!(layer.mlp, Mlp::Gated(_)) {
-        return Ok(Some(NoDecodeGraph::Layer("a norm after the experts")));
+        return Ok(Some(NoDecodeGraphReason::Layer("a norm after the experts")));
     }
     let attention = [&layer.self_attn.qkv_proj.weight, &layer.self_attn.o_proj.weight];
     let mut products: Vec<Product> = attention.map(|weight| (weight.clone(), 1)).into();
@@ -78,8 +78,8 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
     for (weight, inputs) in products {
         if !decode::has_decode_kernel(device, &weight, inputs)? {
             return Ok(Some(match weight {
-                Matrix::Concatenated(_) => NoDecodeGraph::IncompatibleQkv,
-                _ => NoDecodeGraph::RowLength(weight.dims().1),
+                Matrix::Concatenated(_) => NoDecodeGraphReason::IncompatibleQkv,
+                _ => NoDecodeGraphReason::RowLength(weight.dims().1),
             }));
         }
     }
@@ -91,26 +91,26 @@ type Product = (Matrix, usize);
 
 /// Returns why the decode graph cannot run this MLP, or `None` if it can.
 /// The caller checks whether decode kernels support the matrices that `mlp_products` returns.
-fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
+fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraphReason>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
             let [gate, up] = mlp.gate_and_up()?.map(|layer| layer.weight);
             let is_mixed = gate.format() != up.format() || gate.input_quantization() != up.input_quantization();
-            is_mixed.then_some(NoDecodeGraph::MixedGateUp)
+            is_mixed.then_some(NoDecodeGraphReason::MixedGateUp)
         }
         Mlp::ClampedMoe(mlp) => {
             let ClampedMoe { gate_up_proj, down_proj, config, .. } = mlp;
             let (chosen, experts) = (config.experts_per_token, config.experts);
             let (_, _, columns) = down_proj.dims()?;
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
-                Some(NoDecodeGraph::Layer("a quantized router"))
+                Some(NoDecodeGraphReason::Layer("a quantized router"))
             } else if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_)))
             {
-                Some(NoDecodeGraph::ExpertFormat)
+                Some(NoDecodeGraphReason::ExpertFormat)
             } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > moe::MAX_EXPERTS {
-                Some(NoDecodeGraph::ExpertCount { chosen, experts })
+                Some(NoDecodeGraphReason::ExpertCount { chosen, experts })
             } else if columns % 8 != 0 || columns > decode::MAX_MXFP4_INTERMEDIATE_SIZE {
-                Some(NoDecodeGraph::RowLength(columns))
+                Some(NoDecodeGraphReason::RowLength(columns))
             } else {
                 None
             }
@@ -118,16 +118,16 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
         Mlp::GatedMoe(mlp) => {
             let (chosen, experts) = (mlp.config.experts_per_token, mlp.config.experts);
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
-                Some(NoDecodeGraph::Layer("a quantized router"))
+                Some(NoDecodeGraphReason::Layer("a quantized router"))
             } else if moe::check_routing(chosen, experts).is_err() {
-                Some(NoDecodeGraph::ExpertCount { chosen, experts })
+                Some(NoDecodeGraphReason::ExpertCount { chosen, experts })
             } else if mlp.gate_up_proj.as_matrix()?.is_none() || mlp.down_proj.as_matrix()?.is_none() {
-                Some(NoDecodeGraph::Layer("experts in this format"))
+                Some(NoDecodeGraphReason::Layer("experts in this format"))
             } else {
                 None
             }
         }
-        Mlp::Plain(_) => Some(NoDecodeGraph::Layer("an MLP without a gate")),
+        Mlp::Plain(_) => Some(NoDecodeGraphReason::Layer("an MLP without a gate")),
     })
 }
 

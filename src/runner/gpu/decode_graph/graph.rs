@@ -14,7 +14,6 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::layers::{LayerBuffers, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
-use super::no_decode_graph::{NoDecodeGraph, Planned};
 use super::support::unsupported_reason;
 use crate::kernels::decode::sample::{self, SamplingBuffers};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
@@ -25,8 +24,9 @@ use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use crate::nn::mlp::Mlp;
-use crate::runner::sampling::token_in_word;
-use crate::runner::step::KernelTime;
+use crate::runner::decode_graph::{GraphCommand, NoDecodeGraphReason};
+use crate::runner::gpu::sampling::token_in_word;
+use crate::runner::step::{KernelTime, LaunchCounts};
 
 /// The maximum number of steps that the host queues beyond the step whose token it waits for.
 /// These steps keep the GPU busy while the host handles the token.
@@ -84,8 +84,8 @@ impl DecodeGraph {
     ///
     /// A sequence can have up to `context` positions, but not more than `decoder.context()`.
     /// The inner error is the reason why the decode graph does not support the decoder.
-    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Planned<Self>> {
-        let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Err(NoDecodeGraph::NotOnGpu)) };
+    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Result<Box<Self>, NoDecodeGraphReason>> {
+        let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Err(NoDecodeGraphReason::NotOnGpu)) };
         if let Some(reason) = unsupported_reason(decoder, device)? {
             return Ok(Err(reason));
         }
@@ -93,7 +93,7 @@ impl DecodeGraph {
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = StepBuffers::new(device, hidden_size, vocab_size, decoder.world())?;
         if !sample::can_sample(&buffers) {
-            return Ok(Err(NoDecodeGraph::VocabularySize(vocab_size)));
+            return Ok(Err(NoDecodeGraphReason::VocabularySize(vocab_size)));
         }
         let mailbox = HostMailbox::new(device, MAILBOX_SLOTS)?;
         let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
@@ -133,6 +133,24 @@ impl DecodeGraph {
             tables,
             cache_blocks: cache.blocks(),
         })))
+    }
+
+    /// Runs a command. Only [`GraphCommand::StartFrom`] needs `logits`, f32 `[1, vocab]`, of the rank's last pass.
+    /// Returns the token of a [`GraphCommand::Next`], or `None` for other commands.
+    pub(in crate::runner) fn run(&mut self, command: &GraphCommand, logits: Option<&Tensor>) -> Result<Option<u32>> {
+        match command {
+            GraphCommand::Start { sequence, position, token, sampling, tables } => {
+                self.start(*sequence, *position, *token, sampling.clone(), tables)?;
+            }
+            GraphCommand::StartFrom { sequence, tokens, sampling, tables } => {
+                let logits =
+                    logits.context("internal error: the last pass did not return exactly one row of logits")?;
+                self.start_from(*sequence, *tokens, logits, sampling.clone(), tables)?;
+            }
+            GraphCommand::SetTables(tables) => self.set_tables(tables)?,
+            GraphCommand::Next { limit } => return self.next(*limit).map(Some),
+        }
+        Ok(None)
     }
 
     /// Starts decoding a sequence at `position` with `token` as the input of the first step.
@@ -331,14 +349,11 @@ impl DecodeGraph {
         &self.buffers.logits
     }
 
-    /// Returns the number of kernel launches in a step.
-    pub fn launches(&self) -> usize {
-        self.layers.len() + self.tail().launches.len()
-    }
-
-    /// Returns the number of nodes in the graph of a step.
-    pub fn nodes(&self) -> Result<usize> {
-        Ok(self.tail().graph.nodes()?)
+    /// Counts the kernels and the graph nodes of a step.
+    pub fn launch_counts(&self) -> Result<LaunchCounts> {
+        let kernels = self.layers.len() + self.tail().launches.len();
+        let graph_nodes = self.tail().graph.nodes()?;
+        Ok(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels })
     }
 
     /// Runs one step as individual launches, without overlap.

@@ -1,17 +1,34 @@
-//! [`NoDecodeGraph`]: why a runner has no decode graph.
+//! What all builds know of the decode graph: its commands, and the reasons why a runner has none.
+//!
+//! `gpu/decode_graph/` contains the graph itself. Builds without CUDA do not compile it.
 
 use std::fmt;
 
 use candle_core::DType;
 
-/// A planned decode graph of type `T`, or the reason why the runner has none.
-pub type Planned<T> = Result<Box<T>, NoDecodeGraph>;
+use crate::kernels::sampling::DeviceSampling;
+use crate::nn::kv_cache::BlockTables;
+
+/// A command for the decode graph of a rank. [`DecodeGraph::run`](super::gpu::DecodeGraph::run) runs it.
+#[derive(Clone)]
+pub enum GraphCommand {
+    /// Starts decoding a sequence at `position` with `token` as the input of the first step.
+    /// Without `sampling`, every step chooses the most likely token.
+    Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
+    /// Starts decoding after `tokens` cached tokens, and queues the choice of the first new token from the logits of
+    /// the rank's last pass.
+    StartFrom { sequence: u64, tokens: usize, sampling: Option<DeviceSampling>, tables: BlockTables },
+    /// Copies to the device each block table that has grown.
+    SetTables(BlockTables),
+    /// Returns the next token. `limit` is the maximum number of tokens still to generate, including the next token.
+    Next { limit: usize },
+}
 
 /// Why a runner has no decode graph.
 /// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation
 /// (see `step/route.rs`).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NoDecodeGraph {
+pub enum NoDecodeGraphReason {
     /// [`RunnerOptions::eager`](crate::runner::RunnerOptions::eager) is true.
     Eager,
     /// [`RunnerOptions::prompt_segments`](crate::runner::RunnerOptions::prompt_segments) is set.
@@ -52,40 +69,42 @@ pub enum NoDecodeGraph {
     PlanFailed(String),
 }
 
-impl NoDecodeGraph {
+impl NoDecodeGraphReason {
     /// Returns whether the reason is an unexpected error, which the user should report.
     pub fn is_unexpected(&self) -> bool {
-        matches!(self, NoDecodeGraph::PlanFailed(_))
+        matches!(self, NoDecodeGraphReason::PlanFailed(_))
     }
 }
 
-impl fmt::Display for NoDecodeGraph {
+impl fmt::Display for NoDecodeGraphReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            NoDecodeGraph::Eager => f.write_str("--eager was given"),
-            NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
-            NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
-            NoDecodeGraph::HostCopies => f.write_str("the host copies data between the GPUs"),
-            NoDecodeGraph::EmptyPart => f.write_str("a GPU's part of a layer or of the output head is empty"),
-            NoDecodeGraph::OtherRank => f.write_str("another GPU has no decode graph"),
-            NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
-            NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
-            NoDecodeGraph::Layer(what) => write!(f, "the graph has no kernel for {what}"),
-            NoDecodeGraph::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
-            NoDecodeGraph::IncompatibleQkv => {
+            NoDecodeGraphReason::Eager => f.write_str("--eager was given"),
+            NoDecodeGraphReason::Deterministic => f.write_str("--deterministic was given"),
+            NoDecodeGraphReason::NotOnGpu => f.write_str("the model is not on a GPU"),
+            NoDecodeGraphReason::HostCopies => f.write_str("the host copies data between the GPUs"),
+            NoDecodeGraphReason::EmptyPart => f.write_str("a GPU's part of a layer or of the output head is empty"),
+            NoDecodeGraphReason::OtherRank => f.write_str("another GPU has no decode graph"),
+            NoDecodeGraphReason::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
+            NoDecodeGraphReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
+            NoDecodeGraphReason::Layer(what) => write!(f, "the graph has no kernel for {what}"),
+            NoDecodeGraphReason::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
+            NoDecodeGraphReason::IncompatibleQkv => {
                 f.write_str("the graph has no kernel for this combination of q_proj, k_proj and v_proj formats")
             }
-            NoDecodeGraph::ExpertFormat => {
+            NoDecodeGraphReason::ExpertFormat => {
                 f.write_str("the experts are not in MXFP4, or have an MXFP4 scale that is above 2 or NaN")
             }
-            NoDecodeGraph::ExpertCount { chosen, experts } => {
+            NoDecodeGraphReason::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")
             }
-            NoDecodeGraph::RowLength(columns) => write!(f, "no decode kernel supports matrices with {columns} columns"),
-            NoDecodeGraph::VocabularySize(tokens) => {
+            NoDecodeGraphReason::RowLength(columns) => {
+                write!(f, "no decode kernel supports matrices with {columns} columns")
+            }
+            NoDecodeGraphReason::VocabularySize(tokens) => {
                 write!(f, "the graph cannot sample from a vocabulary of {tokens} tokens on this GPU")
             }
-            NoDecodeGraph::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
+            NoDecodeGraphReason::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
         }
     }
 }
