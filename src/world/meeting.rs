@@ -98,18 +98,14 @@ impl Meeting {
         }
         let before = state.completed;
         let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
-        // For each rank, its progress at the last check, and the time of the first check that saw this progress.
-        let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
+        let mut watches: Vec<_> = (0..self.size).map(|rank| ProgressWatch::new(progress(rank))).collect();
         while state.completed == before && state.end_reason.is_none() {
             state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;
             if state.completed != before {
                 break;
             }
             for missing in (0..self.size).filter(|&rank| state.contributed[rank].is_none()).collect::<Vec<_>>() {
-                let now = progress(missing);
-                if now != seen[missing].0 {
-                    seen[missing] = (now, Instant::now());
-                } else if seen[missing].1.elapsed() > limit {
+                if watches[missing].has_stalled(progress(missing), limit) {
                     self.end(&mut state, &no_answer(missing, self.size));
                 }
             }
@@ -118,6 +114,29 @@ impl Meeting {
             Some(reason) if state.completed == before => bail!("{reason}"),
             _ => Ok(state.last.clone()),
         }
+    }
+}
+
+/// Notices when a rank makes no progress. The watching rank passes the rank's
+/// [`World::progress`](super::World::progress) at each check.
+pub struct ProgressWatch {
+    /// The progress at the last check.
+    progress: u64,
+    /// The time of the first check that saw this progress.
+    since: Instant,
+}
+
+impl ProgressWatch {
+    pub fn new(progress: u64) -> Self {
+        Self { progress, since: Instant::now() }
+    }
+
+    /// Returns whether the rank, whose progress is now `progress`, has made no progress for longer than `limit`.
+    pub fn has_stalled(&mut self, progress: u64, limit: Duration) -> bool {
+        if self.progress != progress {
+            *self = Self::new(progress);
+        }
+        self.since.elapsed() > limit
     }
 }
 

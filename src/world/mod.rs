@@ -27,6 +27,7 @@ use candle_core::{Result, Tensor, bail};
 use meeting::{FailureCall, Meeting, no_answer};
 
 pub use exchange::{Exchange, PartialResult, ResidualUpdate, UpdatedResidual};
+pub use meeting::ProgressWatch;
 
 /// How long a rank waits for another rank that does not answer.
 /// This limit applies to exchanges of tensors between CPUs, to exchanges with kernels between GPUs (except while a rank

@@ -30,7 +30,7 @@ use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::sampling::NoToken;
 use crate::runner::step::{RowSampling, StepExecutor, StepSequence};
 use crate::text::error_message;
-use crate::world::{ANSWER_TIMEOUT, World};
+use crate::world::{ANSWER_TIMEOUT, ProgressWatch, World};
 
 /// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
@@ -45,13 +45,17 @@ const POLL: Duration = Duration::from_millis(20);
 pub struct RankGroup {
     /// The world of the first rank.
     world: World,
-    /// For each follower, the channel for its commands, and its thread.
-    threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
+    followers: Vec<FollowerHandle>,
     /// The fault that a test has injected into the first rank. The next pass or [`GraphCommand`] takes the fault.
     fault: Cell<Option<RankFault>>,
-    /// For each follower, the last progress that [`RankGroup::ping`] saw, and when `ping` first saw this progress.
-    /// `None` before the first ping of a wait for commands.
-    answers: RefCell<Vec<Option<(u64, Instant)>>>,
+}
+
+/// The first rank's connection to a follower.
+struct FollowerHandle {
+    commands: Sender<RankCommand>,
+    thread: JoinHandle<()>,
+    /// Notices when the follower does not answer pings. `None` before the first ping of a wait for commands.
+    ping_watch: RefCell<Option<ProgressWatch>>,
 }
 
 impl RankGroup {
@@ -63,15 +67,14 @@ impl RankGroup {
         options: RunnerOptions,
     ) -> Result<Self> {
         let start = |(world, model): (World, RankModel)| -> Result<_> {
-            let (sender, commands) = mpsc::channel();
+            let (commands, receiver) = mpsc::channel();
             let thread = thread::Builder::new().name(format!("rank {}", world.rank()));
-            let follow = move || follow(&world, model, &commands, limits, options);
+            let follow = move || follow(&world, model, &receiver, limits, options);
             let thread = thread.spawn(follow).context("cannot start a thread")?;
-            Ok((sender, thread))
+            Ok(FollowerHandle { commands, thread, ping_watch: RefCell::new(None) })
         };
-        let threads = others.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-        let answers = RefCell::new(vec![None; threads.len()]);
-        Ok(Self { world, threads, fault: Cell::new(None), answers })
+        let followers = others.into_iter().map(start).collect::<Result<_>>()?;
+        Ok(Self { world, followers, fault: Cell::new(None) })
     }
 
     /// Returns the world of the first rank.
@@ -81,7 +84,7 @@ impl RankGroup {
 
     /// Returns whether only one rank runs the model.
     pub fn is_single(&self) -> bool {
-        self.threads.is_empty()
+        self.followers.is_empty()
     }
 
     pub fn has_failed_rank(&self) -> bool {
@@ -108,34 +111,31 @@ impl RankGroup {
     /// Restarts the timeouts of [`ping`](Self::ping).
     /// Call this function before the first ping of each wait for commands, so that earlier time does not count.
     pub fn restart_ping_timeouts(&self) {
-        self.answers.borrow_mut().fill(None);
+        for follower in &self.followers {
+            follower.ping_watch.replace(None);
+        }
     }
 
     /// Sends a ping to each follower. Ends the world if a follower has not answered for [`ANSWER_TIMEOUT`].
     ///
     /// The engine calls this function once a second while it waits for commands.
     pub fn ping(&self) {
-        let mut answers = self.answers.borrow_mut();
-        for (index, ((sender, _), answer)) in self.threads.iter().zip(answers.iter_mut()).enumerate() {
-            let progress = self.world.progress(index + 1);
-            match answer {
-                Some((seen, since)) if *seen == progress => {
-                    if since.elapsed() > ANSWER_TIMEOUT {
-                        self.world.end_without_answer(index + 1);
-                    }
-                }
-                _ => *answer = Some((progress, Instant::now())),
+        for (rank, follower) in (1..).zip(&self.followers) {
+            let progress = self.world.progress(rank);
+            let mut watch = follower.ping_watch.borrow_mut();
+            if watch.get_or_insert_with(|| ProgressWatch::new(progress)).has_stalled(progress, ANSWER_TIMEOUT) {
+                self.world.end_without_answer(rank);
             }
             // The send fails only if the follower's thread has ended. `follow` has then already ended the world.
-            let _ = sender.send(RankCommand::Ping);
+            let _ = follower.commands.send(RankCommand::Ping);
         }
     }
 
     /// Makes a rank fail. Has no effect with a single rank. The first rank fails in its next pass or [`GraphCommand`].
     /// Any other rank fails after it has run the commands that it has already received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
-        match rank.checked_sub(1).and_then(|index| self.threads.get(index)) {
-            Some((sender, _)) => _ = sender.send(RankCommand::Fail(fault)),
+        match rank.checked_sub(1).and_then(|index| self.followers.get(index)) {
+            Some(follower) => _ = follower.commands.send(RankCommand::Fail(fault)),
             None => self.fault.set(Some(fault)),
         }
     }
@@ -158,7 +158,7 @@ impl RankGroup {
             let _ = results.send((rank, of_rank(of)));
         };
         self.send(&RankCommand::Cache(Arc::new(send_result)))?;
-        let mut all: Vec<Option<Result<T>>> = self.threads.iter().map(|_| None).collect();
+        let mut all: Vec<Option<Result<T>>> = self.followers.iter().map(|_| None).collect();
         all.insert(0, Some(call(RankCache { rank: 0, cache })));
         let started = Instant::now();
         while let Some(missing) = all.iter().position(Option::is_none) {
@@ -314,8 +314,8 @@ impl RankGroup {
     }
 
     fn send(&self, command: &RankCommand) -> Result<()> {
-        for (sender, _) in &self.threads {
-            if sender.send(command.clone()).is_err() {
+        for follower in &self.followers {
+            if follower.commands.send(command.clone()).is_err() {
                 self.check()?;
                 bail!("internal error: the thread of a rank has ended");
             }
@@ -328,8 +328,8 @@ impl Drop for RankGroup {
     fn drop(&mut self) {
         let has_failed = self.has_failed_rank();
         self.world.close();
-        let (senders, threads): (Vec<_>, Vec<_>) = self.threads.drain(..).unzip();
-        drop(senders);
+        // Drop the senders of all commands first, which ends the threads.
+        let threads: Vec<_> = self.followers.drain(..).map(|follower| follower.thread).collect();
         let started = Instant::now();
         for thread in threads {
             while has_failed && !thread.is_finished() && started.elapsed() < END_TIMEOUT {
