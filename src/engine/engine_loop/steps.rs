@@ -155,9 +155,7 @@ impl EngineLoop {
             }
             self.deliver_prompt_logprobs(work.id);
             let outcome = self.outcome_of(work, chosen);
-            // The keys and values of a failed sequence must not be reused.
-            let has_failed = matches!(outcome, Some(Err(_)));
-            self.record_computed(work.id, (!has_failed).then_some(work.range.end), mode);
+            self.record_computed(work, matches!(outcome, Some(Err(_))), mode);
             if let Some(outcome) = outcome {
                 self.end(work.id, outcome);
             }
@@ -199,20 +197,18 @@ impl EngineLoop {
         }
     }
 
-    /// Records that the first `cached` tokens of a sequence are in the KV cache.
-    /// `cached` is `None` for a failed sequence, whose keys and values must not be reused.
-    fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, mode: StepMode) {
-        if mode == StepMode::Direct
-            && let Some(cached) = cached
-        {
-            self.scheduler.advance(id, cached);
-        }
-        // `record_queued` has already recorded the tokens as computed. If the sequence failed, forget all prefixes.
-        if mode == StepMode::Queued && cached.is_none() {
-            self.scheduler.forget_prefixes();
+    /// Records that a step has computed the positions of a sequence.
+    /// If the sequence has failed, ensures instead that no other sequence reuses its keys and values.
+    fn record_computed(&mut self, work: &SequenceWork, has_failed: bool, mode: StepMode) {
+        match (mode, has_failed) {
+            (StepMode::Direct, false) => self.scheduler.advance(work.id, work.range.end),
+            // `record_queued` has already recorded the positions as computed, so forget all prefixes.
+            (StepMode::Queued, true) => self.scheduler.forget_prefixes(),
+            (StepMode::Direct, true) | (StepMode::Queued, false) => {}
         }
         // Each sequence of a step overwrites the value, so the value of the last sequence remains.
-        self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
+        let cached = if has_failed { 0 } else { work.range.end };
+        self.counters.cached_tokens.store(cached as u64, Ordering::Relaxed);
     }
 }
 
