@@ -54,8 +54,8 @@ impl StepLauncher {
     /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
-    /// same tokens. If the step runs as a batch graph and [`needs_only_best`] is true for all entries,
-    /// the ranks may store and exchange only the best logits.
+    /// same tokens. If the step runs as a batch graph and needs only the best logits, the ranks may store and exchange
+    /// only these.
     pub fn queue(
         &mut self,
         decoder: &Decoder,
@@ -64,8 +64,7 @@ impl StepLauncher {
         sequences: &[StepSequence],
         samplings: &[RowSampling],
     ) -> Result<usize> {
-        let needs_only_best = !samplings.is_empty() && samplings.iter().all(needs_only_best);
-        let needs = if needs_only_best { NeededLogits::Best } else { NeededLogits::All };
+        let needs = needed_logits(samplings);
         let on_graph = match executor {
             StepExecutor::BatchGraph => self.batches.run(decoder, cache, sequences, needs, &mut self.buffers)?,
             StepExecutor::DecodeGraph | StepExecutor::Eager => None,
@@ -117,7 +116,11 @@ impl StepLauncher {
     }
 }
 
-/// Returns whether a step chooses the token of a sequence with the largest unedited logit, and needs no other logits.
-fn needs_only_best(sampling: &RowSampling) -> bool {
-    sampling.params.temperature == 0.0 && sampling.edits.is_empty() && sampling.logprobs.is_none()
+/// Returns which logits a queued step needs. A sequence needs only the best logits if its token is the one with the
+/// largest unedited logit, and the step reports no log probabilities for it.
+fn needed_logits(samplings: &[RowSampling]) -> NeededLogits {
+    let needs_best = |sampling: &RowSampling| {
+        sampling.params.temperature == 0.0 && sampling.edits.is_empty() && sampling.logprobs.is_none()
+    };
+    if !samplings.is_empty() && samplings.iter().all(needs_best) { NeededLogits::Best } else { NeededLogits::All }
 }
