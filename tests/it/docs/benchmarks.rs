@@ -1,8 +1,9 @@
 //! Tests that figures in the README and the docs agree with stored results or with other pages,
-//! and that the result files that the pages name exist.
+//! and that benches/results has exactly the files that the pages name.
 
 use std::collections::BTreeSet;
 
+use regex::Regex;
 use serde_json::Value;
 
 use super::{page, repository};
@@ -136,25 +137,51 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     }
 }
 
-/// Checks complete file names, not patterns such as `2026-11-24-nvidia-h100*` or endings such as `-serving-2`.
+/// The folder must have no other files, so that it does not collect the results of figures that newer ones replaced.
 #[test]
-fn result_files_that_the_pages_name_exist() {
-    let results = repository().join("benches/results");
-    let mut count = 0;
-    for (name, folders) in [("benchmarks", &[""][..]), ("history/benchmarks", &["", "older"])] {
-        let text = page(&format!("docs/{name}.md"));
-        let is_file = |code: &&str| {
-            code.starts_with("20") && code.contains("-nvidia-") && !code.contains("MODEL") && !code.contains(['*', ' '])
-        };
-        // After a split at backticks, every second part is code.
-        for file in text.split('`').skip(1).step_by(2).filter(is_file) {
-            let file = if file.ends_with(".txt") { file.to_string() } else { format!("{file}.json") };
-            let exists = folders.iter().any(|folder| results.join(folder).join(&file).is_file());
-            assert!(exists, "docs/{name}.md names {file}, which benches/results does not have in {folders:?}");
-            count += 1;
+fn result_files_are_exactly_those_that_the_pages_name() {
+    let files = std::fs::read_dir(repository().join("benches/results")).unwrap();
+    let files = files.map(|file| file.unwrap().file_name().into_string().unwrap()).filter(|name| name != "README.md");
+    // The pages name JSON files without their ending.
+    let files: BTreeSet<String> = files.map(|name| name.trim_end_matches(".json").to_string()).collect();
+    let pages = ["docs/benchmarks.md", "docs/reliability.md"];
+    let named: BTreeSet<String> = pages.into_iter().flat_map(|name| named_files(&page(name), &files)).collect();
+    let missing: Vec<&String> = named.difference(&files).collect();
+    assert!(missing.is_empty(), "{pages:?} name files that benches/results does not have: {missing:?}");
+    let unnamed: Vec<&String> = files.difference(&named).collect();
+    assert!(unnamed.is_empty(), "benches/results has files that {pages:?} do not name: {unnamed:?}");
+}
+
+/// Returns the result files that a page names in backticks. A name that starts with a hyphen, such as `-2`, replaces or
+/// extends the end of the name before it, so the result depends on which `files` exist.
+fn named_files(page: &str, files: &BTreeSet<String>) -> Vec<String> {
+    let full_name = Regex::new(r"^20\d\d-\d\d-\d\d-\S+$").unwrap();
+    // Flags such as `-p` have a single letter after the hyphen.
+    let end_of_name = Regex::new(r"^-(\d+|[a-z]\S+)$").unwrap();
+    let mut names: Vec<String> = Vec::new();
+    // After a split at backticks, every second part is code.
+    for code in page.split('`').skip(1).step_by(2) {
+        let last = names.last().filter(|_| end_of_name.is_match(code));
+        if full_name.is_match(code) {
+            names.push(code.to_string());
+        } else if let Some(last) = last {
+            // The longest start of the last name with which the file exists, or else the whole name.
+            let starts = last.match_indices('-').map(|(at, _)| &last[..at]).chain([&**last]);
+            let name = starts.rev().map(|start| format!("{start}{code}")).find(|name| files.contains(name));
+            let name = name.unwrap_or_else(|| format!("{last}{code}"));
+            names.push(name);
         }
     }
-    assert!(count > 30, "found only {count} names of result files");
+    names
+}
+
+#[test]
+fn a_name_with_a_hyphen_continues_the_name_before_it() {
+    let files = ["2026-11-30-cpu-demo", "2026-11-30-cpu-demo-7", "2026-11-30-cpu-demo-8", "2026-11-30-cpu-oss-8"];
+    let page = "`2026-11-30-cpu-demo-7`, `-8`, `-p`, `--gpus` and `-oss-8`, but not `-9`";
+    let names = named_files(page, &files.map(str::to_string).into());
+    let [_, seven, eight, oss] = files;
+    assert_eq!(names, [seven, eight, oss, "2026-11-30-cpu-oss-8-9"]);
 }
 
 /// Returns the numbers in a text that have at least three characters, including commas and decimal points.

@@ -4,8 +4,8 @@
 //! - `reference`: `docs/` lists all flags, environment variables, exit codes and configuration keys.
 //! - `server_pages`: flags and metrics on the pages about the server exist.
 //!   Defaults in docs/tuning.md agree with `inferno serve --help`.
-//! - `benchmarks`: the main speeds and memory sizes agree with benches/results, the result files that the benchmark
-//!   pages name exist, and figures in docs/tuning.md agree with other pages.
+//! - `benchmarks`: the main speeds and memory sizes agree with benches/results, which has exactly the files that the
+//!   pages name, and figures in docs/tuning.md agree with other pages.
 //! - `unsafe_code`: docs/unsafe.md lists all unsafe code.
 
 mod benchmarks;
