@@ -4,7 +4,11 @@
 #   cargo build && scripts/cli-reference.sh [target/debug/inferno]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-inferno=$(realpath "${1:-target/debug/inferno}")
+inferno=$(realpath -m "${1:-target/debug/inferno}")
+if [ ! -x "$inferno" ]; then # checked before the page is overwritten
+  echo "cli-reference.sh: cannot find $inferno; run: cargo build" >&2
+  exit 1
+fi
 export COLUMNS=100 NO_COLOR=1
 
 help_of() {

@@ -8,6 +8,8 @@
 # --tag      the name of the image [localhost/inferno:test]
 # --output   writes the image to this file, as an archive for `docker load`
 #
+# Exits with 1 if the build or a test failed, and with 2 if the arguments are wrong.
+#
 # Requires root and buildah, and without --base also mmdebstrap:
 # apt-get install --no-install-recommends buildah mmdebstrap
 # Uses buildah's chroot isolation, so that the script can run in a container.
@@ -22,20 +24,26 @@ fail() {
   exit 1
 }
 
+usage() {
+  echo "image.sh: $*; usage: scripts/image.sh --program FILE [--cuda DIR] [--base IMAGE] [--tag NAME] [--output FILE]" >&2
+  exit 2
+}
+
 program='' cuda='' base='' tag=localhost/inferno:test output=''
 while [ $# -gt 0 ]; do
-  [ $# -ge 2 ] || fail "$1 needs a value"
+  [ $# -ge 2 ] || usage "$1 needs a value"
   case $1 in
-    --program) program=$(realpath "$2") ;;
+    --program) program=$(realpath -m "$2") ;;
     --cuda) cuda=$(realpath "$2") ;;
     --base) base=$2 ;;
     --tag) tag=$2 ;;
     --output) output=$(realpath -m "$2") ;;
-    *) fail "unknown option $1" ;;
+    *) usage "unknown option $1" ;;
   esac
   shift 2
 done
-[ -n "$program" ] || fail "usage: scripts/image.sh --program PROGRAM [--cuda DIR] [--base IMAGE] [--tag NAME] [--output FILE]"
+[ -n "$program" ] || usage "--program is missing"
+[ -x "$program" ] || fail "cannot find $program; run: cargo build --release"
 command -v buildah > /dev/null || fail "cannot find buildah; install it (on Debian: apt-get install buildah)"
 
 scratch=$(mktemp -d)

@@ -5,7 +5,14 @@
 #   cargo build --release --example markdown --bin inferno && scripts/readme_pictures.sh [target/release]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-built=$(realpath "${1:-target/release}")
+built=$(realpath -m "${1:-target/release}")
+fail() {
+  echo "readme_pictures.sh: $*" >&2
+  exit 1
+}
+command -v tmux > /dev/null || fail "cannot find tmux; install it"
+[ -x "$built/inferno" ] && [ -x "$built/examples/markdown" ] ||
+  fail "cannot find inferno and examples/markdown in $built; run: cargo build --release --example markdown --bin inferno"
 scratch=$(mktemp -d)
 session=pictures-$$
 trap 'tmux kill-session -t $session 2> /dev/null; rm -rf "$scratch"' EXIT
@@ -32,8 +39,7 @@ type_and_wait() {
       return
     fi
   done
-  echo "pattern '$2' did not appear after typing '$1'" >&2
-  exit 1
+  fail "pattern '$2' did not appear after typing '$1'"
 }
 
 # picture NAME TITLE: saves a picture of the terminal as docs/NAME.svg.

@@ -17,6 +17,7 @@
 #   sbom                  the crates of the CUDA build for x86-64, in CycloneDX format, listed by cargo-cyclonedx
 #   notes                 the release notes: the section of CHANGELOG.md for this version
 #
+# Exits with 1 if a part failed, and with 2 if the arguments are wrong.
 # SHA256SUMS covers all files in the folder. To fill the folder in several runs, pass different parts to --only.
 # The programs may not start with an older glibc than the build machine's, so build on the oldest supported system.
 #
@@ -31,20 +32,29 @@ fail() {
   exit 1
 }
 
-output=dist tag='' only=cpu,cuda12,cuda13,aarch64,image,sbom,notes
+usage() {
+  echo "release.sh: $*; usage: scripts/release.sh [--output DIR] [--tag vVERSION] [--only PART,PART…]" >&2
+  exit 2
+}
+
+parts=cpu,cuda12,cuda13,aarch64,image,sbom,notes
+output=dist tag='' only=$parts
 while [ $# -gt 0 ]; do
-  [ $# -ge 2 ] || fail "$1 needs a value"
+  [ $# -ge 2 ] || usage "$1 needs a value"
   case $1 in
     --output) output=$2 ;;
     --tag) tag=$2 ;;
     --only) only=$2 ;;
-    *) fail "unknown option $1" ;;
+    *) usage "unknown option $1" ;;
   esac
   shift 2
 done
 has_part() {
   [[ ,$only, == *,$1,* ]]
 }
+for part in ${only//,/ }; do
+  [[ ,$parts, == *,$part,* ]] || usage "unknown part $part: choose from $parts"
+done
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 if [ -n "$tag" ]; then

@@ -8,6 +8,7 @@ If a crate offers several licenses, the script chooses the one that comes first 
 Each license text appears only once, below the copyright lines of all crates that use the text.
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -139,8 +140,11 @@ def notices(groups):
 
 
 def main():
+    parser = argparse.ArgumentParser(description="Writes docs/third-party-notices.txt.")
+    parser.add_argument("--check", action="store_true", help="fail if the file is out of date, instead of writing it")
+    options = parser.parse_args()
     text = notices(group_crates(linked_crates()))
-    if "--check" not in sys.argv:
+    if not options.check:
         NOTICES.write_text(text, encoding="utf-8")
     elif not NOTICES.exists() or NOTICES.read_text(encoding="utf-8") != text:
         sys.exit(f"{NOTICES.relative_to(ROOT)} is out of date; run: scripts/third_party_notices.py")
