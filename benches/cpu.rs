@@ -1,6 +1,16 @@
 //! Benchmarks that need no GPU: the work per token on the CPU, and the run time of commands.
 //!
+//! - `sampler`: choosing a token from the logits of gpt-oss, with different sampling parameters
+//! - `harmony`, `tokenizer`: parsing an answer of gpt-oss; turning its tokens into text
+//! - `experts`: a matrix product of MXFP4 experts, which runs on the CPU only with `--device cpu`
+//! - `terminal`: drawing formatted Markdown in the terminal (Unix only)
+//! - `commands`: `inferno --help`, and `inferno list` with 200 models
+//!
+//! Run all groups, or those whose name contains a word. criterion compares each figure with the previous run.
+//! Without `--quick`, the run takes longer, and figures vary less:
+//!
 //!     cargo bench --bench cpu -- --quick
+//!     cargo bench --bench cpu -- --quick terminal
 
 use std::fs::{self, File};
 use std::hint::black_box;

@@ -1,14 +1,22 @@
-//! Measures how long a GPU takes to initialize, and how fast weights load with different reader settings.
-//! The model in DIR must have safetensors files. The benchmark takes their tensors from the reader as bytes,
-//! in roughly the order in which a model loads them.
-//! The first load brings the model files into the page cache. On Linux, the last two loads read them from disk again.
+//! Measures the two parts of loading a model that depend on the machine: initializing a GPU, and copying weights from
+//! files to the GPU. Needs a GPU and a folder DIR with a model in safetensors files:
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo bench --features cuda --bench loading
+//!
+//! Prints one line for each step of the initialization, and then one line for each load of all tensors. The loads differ
+//! in the number of threads and in the size of the pieces that a thread reads at a time. The tensors are copied as bytes,
+//! in roughly the order in which a model takes them, and no model is built.
+//! The first load brings the files into the page cache, and allocates GPU memory that the later loads reuse.
+//! On Linux, the last two loads read the files from disk again.
+//!
+//! `inferno bench MODEL` measures the time of a whole load. This benchmark shows which part of it takes long, and was used
+//! to choose the defaults of `ReadAheadOptions`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::cuda_backend::cudarc::cublas::CudaBlas;
 use candle_core::cuda_backend::cudarc::curand::CudaRng;
 use candle_core::cuda_backend::cudarc::driver;
@@ -23,9 +31,33 @@ fn main() -> Result<()> {
         std::env::var_os("INFERNO_FULL_SIZE")
             .context("cannot find the model: INFERNO_FULL_SIZE is not set; set it to a model directory")?,
     );
+    let Device::Cuda(gpu) = initialize()? else { bail!("no GPU") };
+    let checkpoint = Checkpoint::open(&model)?;
+    let read = |settings| read(&checkpoint, &gpu, settings);
+    let standard = ReadAheadOptions::default();
+    println!("the first load allocates GPU memory from the driver; later loads reuse memory from the memory pool");
+    read(standard)?;
+    for threads in [4, 8, 16] {
+        for piece_bytes in [2 << 20, 4 << 20] {
+            read(ReadAheadOptions { threads, piece_bytes, ..standard })?;
+        }
+    }
+    if cfg!(target_os = "linux") {
+        for threads in [8, 16] {
+            evict_from_page_cache(&model)?;
+            println!("after the model files were evicted from the page cache:");
+            read(ReadAheadOptions { threads, ..standard })?;
+        }
+    }
+    Ok(())
+}
+
+/// Initializes the first GPU as a load does, and prints how long each step takes.
+/// Creates the libraries' handles one by one first, because candle creates them together.
+fn initialize() -> Result<Device> {
     let mut last = Instant::now();
-    let mut lap = |what: &str| {
-        println!("{what}: {:.3} s", last.elapsed().as_secs_f64());
+    let mut lap = |step: &str| {
+        println!("{step}: {:.3} s", last.elapsed().as_secs_f64());
         last = Instant::now();
     };
     ensure!(device::gpu_count() > 0, "no GPU");
@@ -43,29 +75,17 @@ fn main() -> Result<()> {
     let frequencies = RopeFrequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
     RotaryEmbedding::new(&frequencies, 131_072, &device)?;
     lap("RoPE tables for 131,072 positions");
-    let Device::Cuda(gpu) = &device else { anyhow::bail!("no GPU") };
-    let checkpoint = Checkpoint::open(&model)?;
-    let read = |settings| read(&checkpoint, gpu, settings);
-    let standard = ReadAheadOptions::default();
-    println!("the first load allocates GPU memory from the driver; later loads reuse memory from the memory pool");
-    read(standard)?;
-    for threads in [4, 8, 16] {
-        for piece_bytes in [2 << 20, 4 << 20] {
-            read(ReadAheadOptions { threads, piece_bytes, ..standard })?;
-        }
-    }
-    if cfg!(target_os = "linux") {
-        for threads in [8, 16] {
-            for file in std::fs::read_dir(&model)? {
-                let status = std::process::Command::new("dd")
-                    .arg(format!("of={}", file?.path().display()))
-                    .args(["oflag=nocache", "conv=notrunc,fdatasync", "count=0", "status=none"])
-                    .status();
-                ensure!(status?.success(), "dd failed");
-            }
-            println!("after the model files were evicted from the page cache:");
-            read(ReadAheadOptions { threads, ..standard })?;
-        }
+    Ok(device)
+}
+
+/// Makes the next load read the files of a folder from disk. `dd` needs no root access for this.
+fn evict_from_page_cache(folder: &Path) -> Result<()> {
+    for file in std::fs::read_dir(folder)? {
+        let status = Command::new("dd")
+            .arg(format!("of={}", file?.path().display()))
+            .args(["oflag=nocache", "conv=notrunc,fdatasync", "count=0", "status=none"])
+            .status();
+        ensure!(status?.success(), "dd failed");
     }
     Ok(())
 }
