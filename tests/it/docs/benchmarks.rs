@@ -55,86 +55,138 @@ fn only_numbers_from_1000_have_a_thousands_separator() {
     assert_eq!([7, 999, 1000, 40_100].map(grouped).join(" "), "7 999 1,000 40,100");
 }
 
-/// The results of gpt-oss-20b with concurrent requests on an H200: two runs of the same commit.
-const H200_SERVING: [&str; 2] =
-    ["2026-11-30-nvidia-h200-gpt-oss-20b-serving-13", "2026-11-30-nvidia-h200-gpt-oss-20b-serving-14"];
+/// The results of gpt-oss-20b on one kind of GPUs, which have a section of docs/benchmarks.md and a column of the table
+/// in the README.
+struct Setup {
+    /// The heading of the section.
+    heading: &'static str,
+    /// The results with one sequence at a time.
+    one_sequence: Results,
+    /// The results with several requests at once.
+    at_once: Results,
+}
 
-#[test]
-fn speeds_and_memory_agree_with_the_stored_results() {
-    let read = |name: &str| Results::read(&[name]);
-    let oss = Results::read(&["2026-11-22-nvidia-h200-gpt-oss-20b-1", "2026-11-22-nvidia-h200-gpt-oss-20b-2"]);
-    let (llama, small) = (read("2026-11-22-nvidia-h200-llama-3.1-8b"), read("2026-11-22-nvidia-h200-llama-3.2-1b"));
-    let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
-    let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
-    // The results of gpt-oss-20b on one H200, and on one, two and four H100s.
-    // Each pair names the results with single sequences and the results with concurrent requests.
-    let newest = [
-        (&["2026-11-30-nvidia-h200-gpt-oss-20b-7", "2026-11-30-nvidia-h200-gpt-oss-20b-8"][..], &H200_SERVING[..]),
-        (
-            &["2026-11-28-nvidia-h100-gpt-oss-20b", "2026-11-28-nvidia-h100-gpt-oss-20b-2"],
-            &["2026-11-28-nvidia-h100-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-gpt-oss-20b-serving-2"],
+impl Setup {
+    /// Reads the results of two runs with one sequence, and of two runs with several requests.
+    fn read(heading: &'static str, one_sequence: [&str; 2], at_once: [&str; 2]) -> Self {
+        Self { heading, one_sequence: Results::read(&one_sequence), at_once: Results::read(&at_once) }
+    }
+}
+
+fn setups() -> [Setup; 4] {
+    [
+        Setup::read(
+            "## One H200",
+            ["2026-11-30-nvidia-h200-gpt-oss-20b-7", "2026-11-30-nvidia-h200-gpt-oss-20b-8"],
+            ["2026-11-30-nvidia-h200-gpt-oss-20b-serving-13", "2026-11-30-nvidia-h200-gpt-oss-20b-serving-14"],
         ),
-        (
-            &["2026-11-28-nvidia-h100-x2-gpt-oss-20b", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-2"],
-            &["2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving-2"],
+        Setup::read(
+            "## One H100",
+            ["2026-11-28-nvidia-h100-gpt-oss-20b", "2026-11-28-nvidia-h100-gpt-oss-20b-2"],
+            ["2026-11-28-nvidia-h100-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-gpt-oss-20b-serving-2"],
         ),
-        (
-            &["2026-11-28-nvidia-h100-x4-gpt-oss-20b", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-2"],
-            &["2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving-2"],
+        Setup::read(
+            "### Two H100s",
+            ["2026-11-28-nvidia-h100-x2-gpt-oss-20b", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-2"],
+            ["2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving-2"],
+        ),
+        Setup::read(
+            "### Four H100s",
+            ["2026-11-28-nvidia-h100-x4-gpt-oss-20b", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-2"],
+            ["2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving-2"],
         ),
     ]
-    .map(|(single, serving)| (Results::read(single), Results::read(serving)));
-    let decode = |results: &Results| format!("{} / {}", results.speed("tg", 128, 0), results.speed("tg", 128, 8192));
-    let prefill = |results: &Results| format!("{} / {}", results.speed("pp", 512, 0), results.speed("pp", 2048, 0));
-    let (loaded, end) = ("after_load_bytes", "at_end_bytes");
-    let overview =
-        |results: &Results| format!("{} | {} | {} GB", decode(results), prefill(results), results.gigabytes(loaded));
-    let memory = |results: &Results| format!("{} / {} GB", results.gigabytes(loaded), results.gigabytes(end));
+}
 
-    let singles = |speeds: &dyn Fn(&Results) -> String| newest.each_ref().map(|(single, _)| speeds(single)).join(" | ");
-    let at_once = |requests| newest.each_ref().map(|(_, serving)| serving.speed_at_once(requests)).join(" | ");
-    let rows = [
-        ("README.md", format!("decode | {}", singles(&|results| results.speed("tg", 128, 0)))),
-        ("README.md", format!("prefill of 512 / 2,048 tokens | {}", singles(&prefill))),
-        ("README.md", format!("8 requests at once (512 prompt tokens, 128 generated) | {}", at_once(8))),
-        ("README.md", format!("128 such requests | {}", at_once(128))),
-        ("README.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
-        ("docs/benchmarks.md", format!("gpt-oss-20b | 8,194 | {}", memory(&newest[0].0))),
-        ("docs/benchmarks.md", format!("Llama-3.1-8B | 2,050 | {}", memory(&llama))),
-        ("docs/benchmarks.md", format!("Llama-3.2-1B | 2,050 | {}", memory(&small))),
-        ("docs/benchmarks.md", format!("Llama-3.1-8B | {} | {}", llama.speed("tg", 128, 0), prefill(&llama))),
-        ("docs/benchmarks.md", format!("Llama-3.2-1B | {} | {}", small.speed("tg", 128, 0), prefill(&small))),
-        ("docs/benchmarks.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
-        ("docs/benchmarks.md", format!("Qwen3-30B-A3B with `--quantize q8_0` | {}", overview(&qwen_q8))),
-        ("docs/history/benchmarks.md", format!("decode, empty context | {}", oss.speed("tg", 128, 0))),
-        ("docs/history/benchmarks.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),
-        ("docs/history/benchmarks.md", format!("prefill, 512 tokens | {}", oss.speed("pp", 512, 0))),
-        ("docs/history/benchmarks.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
-        ("docs/history/benchmarks.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
-    ];
-    // docs/benchmarks.md has a section for each GPU setup. Search each row only in its own section, because another
-    // section may have the same row.
+/// Returns the decode speeds after 0 and 8,192 cached tokens, as in the docs.
+fn decode(results: &Results) -> String {
+    format!("{} / {}", results.speed("tg", 128, 0), results.speed("tg", 128, 8192))
+}
+
+/// Returns the prefill speeds for 512 and 2,048 tokens, as in the docs.
+fn prefill(results: &Results) -> String {
+    format!("{} / {}", results.speed("pp", 512, 0), results.speed("pp", 2048, 0))
+}
+
+/// Returns the GPU memory after loading and at the end, as in the docs.
+fn memory(results: &Results) -> String {
+    format!("{} / {} GB", results.gigabytes("after_load_bytes"), results.gigabytes("at_end_bytes"))
+}
+
+/// Asserts that a text has a table row for each start of a row.
+fn assert_has_rows(name: &str, text: &str, starts: &[String]) {
+    let missing: Vec<&String> = starts.iter().filter(|start| !text.contains(&format!("\n| {start} |"))).collect();
+    assert!(missing.is_empty(), "{name} does not contain these rows: {missing:#?}");
+}
+
+/// Searches each row only in the section of its GPUs, because another section may have the same row.
+#[test]
+fn speeds_of_each_gpu_setup_agree_with_the_stored_results() {
     let benchmarks = page("docs/benchmarks.md");
-    let sections = ["## One H200", "## One H100", "### Two H100s", "### Four H100s"];
-    for (heading, (single, serving)) in sections.into_iter().zip(&newest) {
+    for Setup { heading, one_sequence, at_once } in setups() {
         let level = heading.split(' ').next().unwrap();
         let section = benchmarks.split_once(&format!("\n{heading}\n")).unwrap().1;
         let section = section.split(&format!("\n{level} ")).next().unwrap();
-        let mut rows = vec![format!("| decode | {} |", single.speed("tg", 128, 0))];
+        let mut rows = vec![format!("decode | {}", one_sequence.speed("tg", 128, 0))];
         for (tokens, name) in [(512, "512"), (2048, "2,048"), (8192, "8,192")] {
-            rows.push(format!("| prefill of {name} tokens | {} |", single.speed("pp", tokens, 0)));
+            rows.push(format!("prefill of {name} tokens | {}", one_sequence.speed("pp", tokens, 0)));
         }
         for requests in [8, 32, 64, 128, 256] {
             let name = if level == "###" { format!("{requests} requests") } else { requests.to_string() };
-            rows.push(format!("| {name} | {} |", serving.speed_at_once(requests)));
+            rows.push(format!("{name} | {}", at_once.speed_at_once(requests)));
         }
-        for row in rows {
-            assert!(section.contains(&row), "{heading} in docs/benchmarks.md does not contain this row: {row}");
-        }
+        assert_has_rows(&format!("{heading} in docs/benchmarks.md"), section, &rows);
     }
-    for (name, row) in rows {
-        assert!(page(name).contains(&format!("{row} |")), "{name} does not contain this row: {row}");
-    }
+}
+
+#[test]
+fn speeds_in_the_readme_agree_with_the_stored_results() {
+    let setups = setups();
+    let one_sequence = |cell: &dyn Fn(&Results) -> String| setups.each_ref().map(|setup| cell(&setup.one_sequence));
+    let at_once = |requests| setups.each_ref().map(|setup| setup.at_once.speed_at_once(requests)).join(" | ");
+    let qwen = Results::read(&["2026-11-22-nvidia-h200-qwen3-30b-a3b"]);
+    let rows = [
+        format!("decode | {}", one_sequence(&|results| results.speed("tg", 128, 0)).join(" | ")),
+        format!("prefill of 512 / 2,048 tokens | {}", one_sequence(&prefill).join(" | ")),
+        format!("8 requests at once (512 prompt tokens, 128 generated) | {}", at_once(8)),
+        format!("128 such requests | {}", at_once(128)),
+        format!("Qwen3-30B-A3B | {} | {} | {} GB", decode(&qwen), prefill(&qwen), qwen.gigabytes("after_load_bytes")),
+    ];
+    assert_has_rows("README.md", &page("README.md"), &rows);
+}
+
+#[test]
+fn speeds_and_memory_of_other_models_agree_with_the_stored_results() {
+    let read = |model: &str| Results::read(&[&format!("2026-11-22-nvidia-h200-{model}")]);
+    let (llama, small) = (read("llama-3.1-8b"), read("llama-3.2-1b"));
+    let (qwen, qwen_q8) = (read("qwen3-30b-a3b"), read("qwen3-30b-a3b-q8_0"));
+    let [Setup { one_sequence: oss, .. }, ..] = setups();
+    let overview = |results: &Results| {
+        format!("{} | {} | {} GB", decode(results), prefill(results), results.gigabytes("after_load_bytes"))
+    };
+    let rows = [
+        format!("gpt-oss-20b | 8,194 | {}", memory(&oss)),
+        format!("Llama-3.1-8B | 2,050 | {}", memory(&llama)),
+        format!("Llama-3.2-1B | 2,050 | {}", memory(&small)),
+        format!("Llama-3.1-8B | {} | {}", llama.speed("tg", 128, 0), prefill(&llama)),
+        format!("Llama-3.2-1B | {} | {}", small.speed("tg", 128, 0), prefill(&small)),
+        format!("Qwen3-30B-A3B | {}", overview(&qwen)),
+        format!("Qwen3-30B-A3B with `--quantize q8_0` | {}", overview(&qwen_q8)),
+    ];
+    assert_has_rows("docs/benchmarks.md", &page("docs/benchmarks.md"), &rows);
+}
+
+#[test]
+fn speeds_on_2026_11_22_agree_with_the_stored_results() {
+    let oss = Results::read(&["2026-11-22-nvidia-h200-gpt-oss-20b-1", "2026-11-22-nvidia-h200-gpt-oss-20b-2"]);
+    let rows = [
+        format!("decode, empty context | {}", oss.speed("tg", 128, 0)),
+        format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192)),
+        format!("prefill, 512 tokens | {}", oss.speed("pp", 512, 0)),
+        format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0)),
+        format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0)),
+    ];
+    assert_has_rows("docs/history/benchmarks.md", &page("docs/history/benchmarks.md"), &rows);
 }
 
 /// The folder must have no other files, so that it does not collect the results of figures that newer ones replaced.
