@@ -1,5 +1,6 @@
 //! Tests that the source files, type members, modules, tests and link targets named in pages or comments exist.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
@@ -109,6 +110,18 @@ fn source_files_that_comments_of_scripts_name_exist() {
         }
     }
     assert!(count > 50, "found only {count} source files in scripts");
+}
+
+/// The first cell of a row names a script, or a script or all files of a folder.
+#[test]
+fn scripts_page_lists_exactly_the_scripts() {
+    let page = page("scripts/README.md");
+    let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    let listed: BTreeSet<&str> = rows.map(|path| path.split('/').next().unwrap()).collect();
+    let files = fs::read_dir(repository().join("scripts")).unwrap();
+    let files: BTreeSet<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+    let files: BTreeSet<&str> = files.iter().map(String::as_str).filter(|name| *name != "README.md").collect();
+    assert_eq!(listed, files, "the scripts in scripts/README.md and in the folder differ");
 }
 
 /// In pages and comments, `Type::name` must name a member of the type or of a trait that the type implements.
