@@ -7,6 +7,7 @@ use regex::Regex;
 use serde_json::Value;
 
 use super::{page, repository};
+use crate::support::add_files;
 
 /// The results of one or more runs of `inferno bench --json`, from benches/results. Methods return means over the runs.
 struct Results(Vec<Value>);
@@ -192,8 +193,9 @@ fn speeds_on_2026_11_22_agree_with_the_stored_results() {
 /// The folder must have no other files, so that it does not collect the results of figures that newer ones replaced.
 #[test]
 fn result_files_are_exactly_those_that_the_pages_name() {
-    let files = std::fs::read_dir(repository().join("benches/results")).unwrap();
-    let files = files.map(|file| file.unwrap().file_name().into_string().unwrap()).filter(|name| name != "README.md");
+    let mut paths = Vec::new();
+    add_files(&repository().join("benches/results"), &["json", "txt"], &mut paths);
+    let files = paths.iter().map(|path| path.file_name().unwrap().to_str().unwrap());
     // The pages name JSON files without their ending.
     let files: BTreeSet<String> = files.map(|name| name.trim_end_matches(".json").to_string()).collect();
     let pages = ["docs/benchmarks.md", "docs/reliability.md"];
