@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use super::harmony::Harmony;
+use super::harmony::{self, HarmonyTokens};
 use super::harmony_parser::HarmonyParser;
 use super::message::Message;
 use super::parser::{Parser, ParserKind};
@@ -15,8 +15,8 @@ use crate::tokenizer::Tokenizer;
 
 /// A model's chat format. It renders conversations and creates the parser for answers.
 pub enum ChatFormat {
-    /// Harmony, the format of gpt-oss, with the ids of its control tokens.
-    Harmony(Harmony),
+    /// Harmony, the format of gpt-oss, with the ids of its control tokens in the model's vocabulary.
+    Harmony(HarmonyTokens),
     Template(TemplateFormat),
 }
 
@@ -47,8 +47,8 @@ impl ChatFormat {
     ///
     /// Returns `None` if none of them exists, as for most base models.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<ChatFormat>> {
-        if let Some(harmony) = Harmony::find(tokenizer) {
-            return Ok(Some(ChatFormat::Harmony(harmony)));
+        if let Some(tokens) = HarmonyTokens::find(tokenizer) {
+            return Ok(Some(ChatFormat::Harmony(tokens)));
         }
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat::new(template))))
     }
@@ -66,8 +66,8 @@ impl ChatFormat {
         tool_use: Option<&str>,
         special_tokens: Vec<(String, String)>,
     ) -> Option<ChatFormat> {
-        if let Some(harmony) = Harmony::find(tokenizer) {
-            return Some(ChatFormat::Harmony(harmony));
+        if let Some(tokens) = HarmonyTokens::find(tokenizer) {
+            return Some(ChatFormat::Harmony(tokens));
         }
         let template = Template::new(file, template.filter(|template| !template.is_empty())?.into(), special_tokens);
         let template = template.with_tool_use(file, tool_use.filter(|template| !template.is_empty()));
@@ -79,8 +79,8 @@ impl ChatFormat {
     ///
     /// If the vocabulary has harmony's control tokens, uses harmony instead of the template.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String, reads_tools: bool) -> ChatFormat {
-        match Harmony::find(tokenizer) {
-            Some(harmony) => ChatFormat::Harmony(harmony),
+        match HarmonyTokens::find(tokenizer) {
+            Some(tokens) => ChatFormat::Harmony(tokens),
             None => ChatFormat::Template(TemplateFormat { name, reads_tools, template: None }),
         }
     }
@@ -107,7 +107,7 @@ impl ChatFormat {
     /// With harmony, fails if a tool, a tool call or a tool result cannot be rendered.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
-            ChatFormat::Harmony(harmony) => harmony.render(tokenizer, messages, options),
+            ChatFormat::Harmony(tokens) => harmony::render(tokens, tokenizer, messages, options),
             ChatFormat::Template(format) => match &format.template {
                 Some(template) => template.render(tokenizer, messages, options),
                 None => bail!("cannot render the conversation: its chat template runs in another process"),
@@ -118,7 +118,7 @@ impl ChatFormat {
     /// Returns the ids of the stop tokens that the chat format defines. A Jinja template defines none.
     pub fn stop_ids(&self) -> Vec<u32> {
         match self {
-            ChatFormat::Harmony(harmony) => harmony.stop_ids(),
+            ChatFormat::Harmony(tokens) => tokens.stop_ids(),
             ChatFormat::Template(_) => Vec::new(),
         }
     }
@@ -126,7 +126,7 @@ impl ChatFormat {
     /// Returns a parser for the text generated after `prompt`.
     pub fn parser(&self, prompt: &Rendered) -> Parser {
         Parser::new(match self {
-            ChatFormat::Harmony(harmony) => ParserKind::Harmony(Box::new(HarmonyParser::new(*harmony))),
+            ChatFormat::Harmony(tokens) => ParserKind::Harmony(Box::new(HarmonyParser::new(*tokens))),
             ChatFormat::Template(_) => ParserKind::Tagged(Box::new(TaggedParser::new(&prompt.text))),
         })
     }

@@ -1,5 +1,15 @@
 //! Renders conversations in harmony, the chat format of gpt-oss.
 //!
+//! A conversation is a list of messages. `docs/format.md` in the GitHub repository openai/harmony specifies the format:
+//!
+//! ```text
+//! <|start|>AUTHOR to=RECIPIENT<|channel|>CHANNEL <|constrain|>CONTENT_TYPE<|message|>CONTENT<|end|>
+//! ```
+//!
+//! Only the author and the content are in every message. Channels are `analysis` (reasoning), `commentary` (tool calls
+//! and text before them) and `final` (the answer). A generated tool call ends with `<|call|>`, and the last message of
+//! an answer with `<|return|>`. The prompt ends with `<|start|>assistant`, and the model continues from there.
+//!
 //! Except for one difference, the output matches openai/harmony v0.0.8 (`src/encoding.rs`) token for token.
 //! Like openai/harmony, this code encodes each message text and each part of a message header separately.
 //!
@@ -23,17 +33,20 @@ use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// The ids of harmony's control tokens in a model's vocabulary.
 #[derive(Clone, Copy, Debug)]
-pub struct Harmony {
+pub struct HarmonyTokens {
     pub start: u32,
     pub channel: u32,
     pub message: u32,
     pub end: u32,
+    /// `<|return|>`, which ends the last message of an answer without a tool call.
     pub end_of_turn: u32,
+    /// `<|call|>`, which ends a tool call.
     pub call: Option<u32>,
+    /// `<|constrain|>`, which comes before the content type of a tool call.
     pub constrain: Option<u32>,
 }
 
-impl Harmony {
+impl HarmonyTokens {
     /// Looks up the control tokens. Returns `None` if one is missing, except `<|call|>` and `<|constrain|>`, which only
     /// tool calls need.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
@@ -52,45 +65,53 @@ impl Harmony {
     pub fn stop_ids(&self) -> Vec<u32> {
         [Some(self.end_of_turn), self.call].into_iter().flatten().collect()
     }
+}
 
-    /// Renders a conversation to token ids. Fails if a tool, a tool call or a tool result cannot be rendered.
-    pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        let mut out = HarmonyWriter { harmony: self, tokenizer, ids: Vec::new(), text: String::new() };
-        out.message(MessageHeader::from_author("system"), &system_text(options), self.end)?;
-        let (instructions, turns) = split_instructions(messages);
-        if !instructions.is_empty() || !options.tools.is_empty() {
-            let tools = if options.tools.is_empty() { None } else { Some(tools_section(&options.tools)?) };
-            out.message(
+/// Renders a conversation in harmony. Fails if a tool, a tool call or a tool result cannot be rendered.
+pub fn render(
+    tokens: &HarmonyTokens,
+    tokenizer: &Tokenizer,
+    messages: &[Message],
+    options: &RenderOptions,
+) -> Result<Rendered> {
+    let mut out = HarmonyWriter { tokens, tokenizer, ids: Vec::new(), text: String::new() };
+    out.message(MessageHeader::from_author("system"), &system_text(options), tokens.end)?;
+    let (instructions, turns) = split_instructions(messages);
+    if !instructions.is_empty() || !options.tools.is_empty() {
+        let tools = if options.tools.is_empty() { None } else { Some(tools_section(&options.tools)?) };
+        out.message(
+            MessageHeader::from_author("developer"),
+            &developer_text(&instructions, tools.as_deref()),
+            tokens.end,
+        )?;
+    }
+    let last_final = turns.iter().rposition(is_final);
+    for (i, message) in turns.iter().enumerate() {
+        match message.role {
+            Role::System | Role::Developer => out.message(
                 MessageHeader::from_author("developer"),
-                &developer_text(&instructions, tools.as_deref()),
-                self.end,
-            )?;
-        }
-        let last_final = turns.iter().rposition(is_final);
-        for (i, message) in turns.iter().enumerate() {
-            match message.role {
-                Role::System | Role::Developer => out.message(
-                    MessageHeader::from_author("developer"),
-                    &developer_text(&message.content, None),
-                    self.end,
-                )?,
-                Role::User => {
-                    out.message(MessageHeader::from_author(&author("user", message)), &message.content, self.end)?
-                }
-                Role::Assistant => out.assistant(message, last_final.is_none_or(|last| i > last))?,
-                Role::Tool => {
-                    let function = function_name(&turns[..i], message)?;
-                    let header = MessageHeader::from_author(&function).to("assistant").on("commentary");
-                    out.message(header, &message.content, self.end)?;
-                }
+                &developer_text(&message.content, None),
+                tokens.end,
+            )?,
+            Role::User => {
+                out.message(MessageHeader::from_author(&author("user", message)), &message.content, tokens.end)?
+            }
+            Role::Assistant => {
+                let keeps_reasoning = last_final.is_none_or(|last| i > last);
+                out.assistant(message, keeps_reasoning)?;
+            }
+            Role::Tool => {
+                let author = tool_author(&turns[..i], message)?;
+                let header = MessageHeader::from_author(&author).to("assistant").on("commentary");
+                out.message(header, &message.content, tokens.end)?;
             }
         }
-        if options.add_generation_prompt {
-            out.control(self.start, "<|start|>");
-            out.plain("assistant")?;
-        }
-        Ok(Rendered { ids: out.ids, text: out.text })
     }
+    if options.add_generation_prompt {
+        out.control(tokens.start, "<|start|>");
+        out.plain("assistant")?;
+    }
+    Ok(Rendered { ids: out.ids, text: out.text })
 }
 
 /// Returns the text of the system message that harmony requires.
@@ -141,24 +162,24 @@ fn author(role: &str, message: &Message) -> String {
     }
 }
 
-/// Returns the full name of a function in harmony, such as `functions.f`.
+/// Returns the recipient of a call of the function `name`, such as `functions.f`. It is also the author of the result.
 /// A name with a dot, such as `browser.search`, already has a namespace and stays unchanged.
-pub fn address(name: &str) -> String {
+pub fn harmony_recipient(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }
 
-/// Returns the full name of the function that produced a tool message.
+/// Returns the author of a tool message: the function that produced it, in the form of [`harmony_recipient`].
 ///
 /// Uses the name in the message, or else the name in the earlier tool call that the message answers.
 /// If no call has the id in `tool_call_id`, uses the name in the last earlier call. Fails if there is no earlier call.
-fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
+fn tool_author(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
-        return Ok(address(name));
+        return Ok(harmony_recipient(name));
     }
     let calls: Vec<&ToolCall> = earlier.iter().flat_map(|message| &message.tool_calls).collect();
     let answered = |call: &&&ToolCall| call.id.is_some() && call.id == message.tool_call_id;
     match calls.iter().rev().find(answered).or(calls.last()) {
-        Some(call) => Ok(address(&call.name)),
+        Some(call) => Ok(harmony_recipient(&call.name)),
         None => bail!("cannot render a tool message: it has no name, and no earlier message calls a tool"),
     }
 }
@@ -188,7 +209,7 @@ impl<'a> MessageHeader<'a> {
 
 /// The messages written so far, as token ids and as text.
 struct HarmonyWriter<'a> {
-    harmony: &'a Harmony,
+    tokens: &'a HarmonyTokens,
     tokenizer: &'a Tokenizer,
     ids: Vec<u32>,
     text: String,
@@ -208,35 +229,34 @@ impl HarmonyWriter<'_> {
     }
 
     fn message(&mut self, header: MessageHeader, content: &str, end: u32) -> Result<()> {
-        self.control(self.harmony.start, "<|start|>");
+        self.control(self.tokens.start, "<|start|>");
         self.plain(header.author)?;
         if let Some(recipient) = header.recipient {
             self.plain(&format!(" to={recipient}"))?;
         }
         if let Some(channel) = header.channel {
-            self.control(self.harmony.channel, "<|channel|>");
+            self.control(self.tokens.channel, "<|channel|>");
             self.plain(channel)?;
         }
         if let Some(content_type) = header.content_type {
             self.plain(" ")?;
-            let id =
-                self.harmony.constrain.context("cannot render a tool call: the vocabulary has no <|constrain|>")?;
+            let id = self.tokens.constrain.context("cannot render a tool call: the vocabulary has no <|constrain|>")?;
             self.control(id, "<|constrain|>");
             self.plain(content_type)?;
         }
-        self.control(self.harmony.message, "<|message|>");
+        self.control(self.tokens.message, "<|message|>");
         self.plain(content)?;
-        let name = if Some(end) == self.harmony.call { "<|call|>" } else { "<|end|>" };
+        let name = if Some(end) == self.tokens.call { "<|call|>" } else { "<|end|>" };
         self.control(end, name);
         Ok(())
     }
 
     /// Writes an assistant message in the order of generation: reasoning (if kept), text, tool calls.
-    fn assistant(&mut self, message: &Message, keep_reasoning: bool) -> Result<()> {
+    fn assistant(&mut self, message: &Message, keeps_reasoning: bool) -> Result<()> {
         let author = author("assistant", message);
         let header = MessageHeader::from_author(&author);
-        let end = self.harmony.end;
-        if let Some(reasoning) = message.reasoning.as_deref().filter(|text| keep_reasoning && !text.is_empty()) {
+        let end = self.tokens.end;
+        if let Some(reasoning) = message.reasoning.as_deref().filter(|text| keeps_reasoning && !text.is_empty()) {
             self.message(header.on("analysis"), reasoning, end)?;
         }
         if is_final(message) {
@@ -245,8 +265,8 @@ impl HarmonyWriter<'_> {
             self.message(header.on("commentary"), &message.content, end)?;
         }
         for call in &message.tool_calls {
-            let call_end = self.harmony.call.context("cannot render a tool call: the vocabulary has no <|call|>")?;
-            let recipient = address(&call.name);
+            let call_end = self.tokens.call.context("cannot render a tool call: the vocabulary has no <|call|>")?;
+            let recipient = harmony_recipient(&call.name);
             let header = MessageHeader { content_type: Some("json"), ..header.to(&recipient).on("commentary") };
             self.message(header, &call.arguments, call_end)?;
         }

@@ -1,8 +1,10 @@
-//! Parses model output in harmony, the chat format of gpt-oss, into channels of text.
+//! Parses model output in harmony, the chat format of gpt-oss, into channels of text. `harmony` describes the format.
 //!
+//! The parser is a state machine over tokens: in a header, in the content of a message, or between messages.
 //! Models sometimes violate the format (openai/harmony #33 #80 #82). For example, a user of gpt-oss-20b reports
 //! malformed headers in about 1% of turns at temperature 1 (llama.cpp #27720).
-//! The parser therefore never rejects output, and keeps all text outside headers.
+//! Unlike `StreamableParser` of openai/harmony, the parser therefore never rejects output, and keeps all text outside
+//! headers.
 //! If the model generates no such text and no tool call, the words of headers without `<|message|>` become the answer.
 //! A valid header that the end of the generation cuts off after `<|channel|>` is dropped.
 //! The parser recognizes control tokens by id, counts violations, and continues after them.
@@ -11,7 +13,7 @@
 use anyhow::Result;
 
 use super::channel::{Channel, Delta};
-use super::harmony::Harmony;
+use super::harmony::HarmonyTokens;
 use super::harmony_header::{Opening, ParsedHeader, PartialHeader, push_words};
 use super::message::ToolCall;
 use super::violations::{FormatViolation, FormatViolations};
@@ -23,7 +25,7 @@ const MAX_HEADER_TOKENS: usize = 64;
 
 /// Splits the generated tokens of one answer into channels and tool calls.
 pub struct HarmonyParser {
-    harmony: Harmony,
+    tokens: HarmonyTokens,
     state: HarmonyState,
     tool_calls: Vec<ToolCall>,
     violations: FormatViolations,
@@ -56,9 +58,9 @@ enum Ending {
 }
 
 impl HarmonyParser {
-    pub fn new(harmony: Harmony) -> Self {
+    pub fn new(tokens: HarmonyTokens) -> Self {
         Self {
-            harmony,
+            tokens,
             state: HarmonyState::Header(PartialHeader::new(Opening::Implied)),
             tool_calls: Vec::new(),
             violations: FormatViolations::default(),
@@ -78,19 +80,19 @@ impl HarmonyParser {
     /// Adds a token and returns the text whose channel is now certain.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
-        let harmony = self.harmony;
-        if id == harmony.start {
+        let tokens = self.tokens;
+        if id == tokens.start {
             let doubled = matches!(&self.state, HarmonyState::Header(header) if header.is_fresh());
             self.violations.add_if(doubled, FormatViolation::UnexpectedToken);
             self.close(tokenizer, Ending::Missing, &mut out)?;
             self.state = HarmonyState::Header(PartialHeader::new(Opening::Start));
-        } else if id == harmony.end || id == harmony.end_of_turn || Some(id) == harmony.call {
+        } else if id == tokens.end || id == tokens.end_of_turn || Some(id) == tokens.call {
             self.close(tokenizer, Ending::Marked, &mut out)?;
-        } else if id == harmony.channel {
+        } else if id == tokens.channel {
             self.channel_marker(tokenizer, &mut out)?;
-        } else if id == harmony.message {
+        } else if id == tokens.message {
             self.message_marker(tokenizer, &mut out)?;
-        } else if Some(id) == harmony.constrain {
+        } else if Some(id) == tokens.constrain {
             match &mut self.state {
                 HarmonyState::Header(header) => {
                     self.violations.add_if(header.constrain.is_some(), FormatViolation::UnexpectedToken);

@@ -34,7 +34,7 @@ mod violations;
 
 pub use channel::{Channel, Delta};
 pub use format::{ChatFormat, TemplateFormat};
-pub use harmony::{Harmony, address as harmony_recipient};
+pub use harmony::{HarmonyTokens, harmony_recipient};
 pub use message::{Message, ReasoningEffort, Role, ToolCall};
 pub use parser::Parser;
 pub use rendered::{Render, RenderOptions, Rendered, today};

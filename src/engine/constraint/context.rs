@@ -1,4 +1,4 @@
-//! A constrained request, with everything that is needed to compile its constraint.
+//! [`ConstrainedRequest`]: a constraint, and what its compilation needs.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::compiler::GrammarCompiler;
-use super::plan::{NodeId, PlanNode};
+use super::plan::{PlanNode, TokenEdge};
 use super::{Constraint, Grammar};
 use crate::language::Language;
 
@@ -18,7 +18,7 @@ pub struct ChatPrompt {
     pub has_generation_prompt: bool,
 }
 
-/// A constraint, and what determines how it is compiled.
+/// A request with a constraint, before its grammars are compiled.
 pub struct ConstrainedRequest {
     pub compiler: Arc<GrammarCompiler>,
     pub language: Arc<Language>,
@@ -35,15 +35,8 @@ impl ConstrainedRequest {
         self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
     }
 
-    /// Compiles a grammar. Returns a node of a plan at which the text must match the grammar.
-    ///
-    /// The `instead` tokens may come in place of the text, and the `after` tokens may come after the whole text.
-    pub fn grammar(
-        &self,
-        grammar: &Grammar,
-        instead: Vec<(u32, NodeId)>,
-        after: Vec<(u32, NodeId)>,
-    ) -> Result<PlanNode> {
+    /// Compiles a grammar. Returns a [`PlanNode::Grammar`] with the edges `instead` and `after`.
+    pub fn grammar(&self, grammar: &Grammar, instead: Vec<TokenEdge>, after: Vec<TokenEdge>) -> Result<PlanNode> {
         let grammar = Box::new(self.compiler.compile(grammar)?);
         Ok(PlanNode::Grammar { grammar, instead, after })
     }

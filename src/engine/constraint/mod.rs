@@ -1,14 +1,30 @@
 //! Constrains answers: their text and the arguments of their tool calls must match grammars.
 //! A grammar is a JSON schema, any JSON object, a regular expression, a choice of texts, or a Lark grammar.
 //!
-//! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance.
-//!   Each engine has one compiler, built on first use.
-//! - [`plan::Plan`] describes the whole answer: messages, reasoning, tool calls, and where a grammar applies.
-//!   `prepare` creates the plan. `harmony` and `tagged` create the nodes of plans for chat formats.
-//! - [`ConstraintState`] is the position of one sequence in its plan, and computes the tokens that may come next.
+//! # Approach
 //!
-//! No grammar applies to reasoning. Reasoning ends with a control token or with the text `</think>`.
-//! A grammar is never dropped during an answer: if its token masks take too much CPU time, the request fails.
+//! Before the sampler chooses a token, [`ConstraintState`] computes the set of tokens that may come next, as a mask.
+//! All other tokens get a logit of -inf. Two levels decide which tokens these are:
+//!
+//! - The chat format: a [`plan::Plan`] is a finite automaton over the tokens of the whole answer. Its nodes are
+//!   headers, reasoning, tool calls and text, and it says in which of them a grammar applies.
+//!   `harmony` and `tagged` create it for the two kinds of chat format, and `prepare` for text completions.
+//! - The grammar: llguidance (github.com/guidance-ai/llguidance), which vLLM, SGLang and llama.cpp can use too.
+//!   It reads the bytes of the text with an Earley parser, whose lexer uses derivatives of regular expressions, and
+//!   walks a trie of all tokens to find those with which the text can still match. [`GrammarCompiler`] sets it up.
+//!   Its `docs/json_schema.md` and `docs/syntax.md` define what a schema and a Lark grammar mean.
+//!
+//! # Guarantees and limits
+//!
+//! - Text under a grammar is always the beginning of a text that matches. An answer that ends because of `max_tokens`
+//!   or a full context can be incomplete.
+//! - A grammar is never loosened: a schema with a keyword that llguidance cannot enforce is refused, and if the masks
+//!   of an answer take too much CPU time, the request fails.
+//! - The properties of a JSON object come in the order of the schema. Whitespace in JSON is limited (`compiler`).
+//! - The model may split the text into tokens in any way, not only as the tokenizer would.
+//! - No grammar applies to reasoning. Reasoning ends with a control token or with the text `</think>`.
+//! - Requests are untrusted. `prepare` limits the time to compile a grammar, `compiler` its size and memory, and
+//!   `cpu_time` the time to compute masks.
 
 mod cache;
 mod compiler;

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use super::compiler::invalid;
 use super::context::ConstrainedRequest;
 use super::cpu_time::{MaskBudget, ThreadClock, thread_time};
-use super::plan::{END, NodeId, Plan, PlanNode, all_to};
+use super::plan::{END, Plan, PlanGraph, PlanNode, all_to};
 use super::state::ConstraintState;
 use super::{harmony, tagged};
 use crate::chat::ChatFormat;
@@ -95,23 +95,24 @@ fn run_limited<T: Send + 'static>(
 /// Compiles the grammars of a request, and creates the plan of its answer for the chat format.
 fn plan(request: ConstrainedRequest) -> Result<Plan> {
     let stops = request.stops();
-    let (nodes, start) = match (&request.chat, &request.language.chat) {
+    let graph = match (&request.chat, &request.language.chat) {
         (Some(prompt), Some(ChatFormat::Harmony(tokens))) => {
-            harmony::nodes(&request, *tokens, prompt.has_generation_prompt)?
+            harmony::graph(&request, *tokens, prompt.has_generation_prompt)?
         }
-        (Some(prompt), _) => tagged::nodes(&request, &prompt.text)?,
-        (None, _) => text_nodes(&request, &stops)?,
+        (Some(prompt), _) => tagged::graph(&request, &prompt.text)?,
+        (None, _) => text_graph(&request, &stops)?,
     };
     let (vocab_size, end) = (request.compiler.vocab_size(), request.compiler.end());
-    Ok(Plan { language: request.language, nodes, start, stops, vocab_size, end, masks: MaskBudget::default() })
+    Ok(Plan { language: request.language, graph, stops, vocab_size, end, masks: MaskBudget::default() })
 }
 
-/// Returns the nodes of the plan for a text completion, which has no chat format, and the id of the first node.
+/// Returns the graph for a text completion, which has no chat format.
 /// Fails if the constraint requires a tool call, or if it has no grammar for the text.
-fn text_nodes(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<PlanNode>, NodeId)> {
+fn text_graph(request: &ConstrainedRequest, stops: &[u32]) -> Result<PlanGraph> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {
-            Ok((vec![PlanNode::End, request.grammar(answer, Vec::new(), all_to(stops, END))?], 1))
+            let text = request.grammar(answer, Vec::new(), all_to(stops, END))?;
+            Ok(PlanGraph { nodes: vec![PlanNode::End, text], start: 1 })
         }
         _ => Err(invalid("tools", "a text completion cannot call tools")),
     }

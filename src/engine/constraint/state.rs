@@ -1,4 +1,4 @@
-//! The position of one sequence in the plan of its answer.
+//! [`ConstraintState`]: the position of one sequence in the plan of its answer.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use llguidance::Matcher;
 
 use super::compiler::invalid;
 use super::cpu_time::thread_time;
-use super::plan::{Free, NodeId, Plan, PlanNode};
+use super::plan::{Free, NodeId, Plan, PlanNode, TagEdge};
 use crate::kernels::sampling::TokenMask;
 
 /// The position of one sequence in its plan. Clones are independent, but their matchers share lexer states.
@@ -24,7 +24,7 @@ pub struct ConstraintState {
 #[derive(Clone)]
 enum NodeProgress {
     End,
-    /// The indices of the token sequences that are still possible, and how many of their tokens have been generated.
+    /// The indices of the edges that are still possible, and how many of their tokens have been generated.
     Choice {
         possible: Vec<usize>,
         position: usize,
@@ -46,7 +46,7 @@ enum NodeProgress {
 impl ConstraintState {
     /// Returns the state at the start of a plan.
     pub fn new(plan: Arc<Plan>) -> Self {
-        let start = plan.start;
+        let start = plan.graph.start;
         let mut state = Self { plan, node: start, progress: NodeProgress::End, must_end: false };
         state.enter(start);
         state
@@ -54,11 +54,9 @@ impl ConstraintState {
 
     fn enter(&mut self, node: NodeId) {
         self.node = node;
-        self.progress = match &self.plan.nodes[node] {
+        self.progress = match &self.plan.graph.nodes[node] {
             PlanNode::End => NodeProgress::End,
-            PlanNode::Choice(sequences) => {
-                NodeProgress::Choice { possible: (0..sequences.len()).collect(), position: 0 }
-            }
+            PlanNode::Choice(edges) => NodeProgress::Choice { possible: (0..edges.len()).collect(), position: 0 },
             PlanNode::Free(_) => NodeProgress::Free { tail: Vec::new() },
             PlanNode::Grammar { grammar, .. } => {
                 let matcher = Box::new(grammar.matcher.clone());
@@ -84,10 +82,10 @@ impl ConstraintState {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);
         self.must_end = false;
-        match (&mut self.progress, &plan.nodes[self.node]) {
-            (NodeProgress::Choice { possible, position }, PlanNode::Choice(sequences)) => {
-                possible.iter().for_each(|&index| mask.allow(sequences[index].0[*position]));
-                self.must_end = possible.iter().all(|&index| plan.stops.contains(&sequences[index].0[*position]));
+        match (&mut self.progress, &plan.graph.nodes[self.node]) {
+            (NodeProgress::Choice { possible, position }, PlanNode::Choice(edges)) => {
+                possible.iter().for_each(|&index| mask.allow(edges[index].tokens[*position]));
+                self.must_end = possible.iter().all(|&index| plan.stops.contains(&edges[index].tokens[*position]));
             }
             (NodeProgress::Grammar { matcher, unread, has_text }, PlanNode::Grammar { grammar, instead, after }) => {
                 let read = std::mem::take(unread);
@@ -107,7 +105,7 @@ impl ConstraintState {
                 plan.stops.iter().chain([&plan.end]).for_each(|&stop| mask.forbid(stop));
                 self.must_end = can_end && mask.is_empty();
                 let ends = after.iter().filter(|_| can_end);
-                ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|&(token, _)| mask.allow(token));
+                ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|edge| mask.allow(edge.token));
                 if mask.is_empty() {
                     return Err(invalid(&grammar.name, "the grammar requires text that contains a stop token"));
                 }
@@ -122,18 +120,18 @@ impl ConstraintState {
     }
 
     /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `Free::premature`).
-    /// Fails if a premature token has no replacement, if no token sequence of a choice continues with `token`,
+    /// Fails if a premature token has no replacement, if no edge of a choice continues with `token`,
     /// or if text other than whitespace follows a tag in the same token.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
         let mut token = token;
-        let next = match (&mut self.progress, &plan.nodes[self.node]) {
-            (NodeProgress::Choice { possible, position }, PlanNode::Choice(sequences)) => {
-                possible.retain(|&index| sequences[index].0[*position] == token);
+        let next = match (&mut self.progress, &plan.graph.nodes[self.node]) {
+            (NodeProgress::Choice { possible, position }, PlanNode::Choice(edges)) => {
+                possible.retain(|&index| edges[index].tokens[*position] == token);
                 *position += 1;
                 let Some(&first) = possible.first() else { bail!("internal error: token {token} was not allowed") };
-                let (sequence, node) = &sequences[first];
-                (sequence.len() == *position).then_some(*node)
+                let edge = &edges[first];
+                (edge.tokens.len() == *position).then_some(edge.to)
             }
             (NodeProgress::Free { tail }, PlanNode::Free(free)) => {
                 if free.premature.contains(&token) {
@@ -145,8 +143,8 @@ impl ConstraintState {
                 leave_free(free, tail, token, &plan)?
             }
             (NodeProgress::Grammar { unread, has_text, .. }, PlanNode::Grammar { instead, after, .. }) => {
-                let leaves = after.iter().chain(instead.iter().filter(|_| !*has_text));
-                let node = leaves.clone().find(|(exit, _)| *exit == token).map(|(_, node)| *node);
+                let mut edges = after.iter().chain(instead.iter().filter(|_| !*has_text));
+                let node = edges.find(|edge| edge.token == token).map(|edge| edge.to);
                 if node.is_none() {
                     unread.push(token);
                     *has_text = true;
@@ -181,10 +179,10 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
 /// Returns the node that comes after free text, or `None` if `token` does not end the text.
 /// Fails if `token` completes the tag and also contains text other than whitespace after it.
 fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<NodeId>> {
-    if let Some((_, node)) = free.exits.iter().find(|(exit, _)| *exit == token) {
-        return Ok(Some(*node));
+    if let Some(exit) = free.exits.iter().find(|exit| exit.token == token) {
+        return Ok(Some(exit.to));
     }
-    let (Some((tag, node)), table) = (free.tag, plan.language.tokenizer.table()) else { return Ok(None) };
+    let (Some(TagEdge { tag, to }), table) = (free.tag, plan.language.tokenizer.table()) else { return Ok(None) };
     if table.is_control(token) {
         tail.clear();
         return Ok(None);
@@ -199,7 +197,7 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
         bail!("cannot match the constraint: the model generated text after {tag} in the same token");
     }
-    Ok(Some(node))
+    Ok(Some(to))
 }
 
 #[cfg(test)]
@@ -208,22 +206,23 @@ mod tests {
 
     use super::*;
     use crate::engine::constraint::cpu_time::MaskBudget;
-    use crate::engine::constraint::plan::END;
+    use crate::engine::constraint::plan::{END, PlanGraph, TokenEdge, TokenListEdge};
     use crate::language::Language;
     use crate::tokenizer::{ControlTokens, Tokenizer};
 
     const STOP: u32 = 1993;
 
-    /// Returns the state of a plan that begins with free text and continues with one of two token sequences.
+    /// Returns the state of a plan that begins with free text, at node 1, and continues with one of two lists of tokens,
+    /// at node 2: 5, 6, 7 leads to more free text, and 5, 8 to the end.
     fn state(free: Free) -> ConstraintState {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let tokenizer = Tokenizer::from_dir(&demo).unwrap();
         let language = Arc::new(Language::new(tokenizer, None, serde_json::Value::Null, vec![STOP]));
-        let sequences = vec![(vec![5, 6, 7], 3), (vec![5, 8], END)];
-        let nodes =
-            vec![PlanNode::End, PlanNode::Free(free), PlanNode::Choice(sequences), PlanNode::Free(Free::default())];
+        let edges = vec![TokenListEdge { tokens: vec![5, 6, 7], to: 3 }, TokenListEdge { tokens: vec![5, 8], to: END }];
+        let nodes = vec![PlanNode::End, PlanNode::Free(free), PlanNode::Choice(edges), PlanNode::Free(Free::default())];
+        let graph = PlanGraph { nodes, start: 1 };
         let masks = MaskBudget::default();
-        let plan = Plan { language, nodes, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP, masks };
+        let plan = Plan { language, graph, stops: vec![STOP], vocab_size: 2000, end: STOP, masks };
         ConstraintState::new(Arc::new(plan))
     }
 
@@ -238,8 +237,8 @@ mod tests {
     }
 
     #[test]
-    fn sequences_lead_to_their_nodes() {
-        let mut state = state(Free { exits: vec![(9, 2)], ..Free::default() });
+    fn a_list_of_tokens_leads_to_its_node() {
+        let mut state = state(Free { exits: vec![TokenEdge { token: 9, to: 2 }], ..Free::default() });
         assert!(!state.is_constrained() && state.allowed_tokens().unwrap().is_none());
         assert_eq!(state.advance(9).unwrap(), 9);
         let mut other = state.clone();
@@ -248,7 +247,7 @@ mod tests {
         assert_eq!(allowed(&mut state), [6, 8]);
         state.advance(6).unwrap();
         state.advance(7).unwrap();
-        assert!(!state.is_constrained(), "the first sequence must lead to free text");
+        assert!(!state.is_constrained(), "the tokens 5, 6, 7 must lead to free text");
         assert_eq!(allowed(&mut other), [5], "clones must be independent");
         other.advance(5).unwrap();
         other.advance(8).unwrap();
@@ -258,7 +257,7 @@ mod tests {
 
     #[test]
     fn a_tag_ends_free_text_in_any_tokens() {
-        let tagged = || state(Free { tag: Some(("</think>", 2)), ..Free::default() });
+        let tagged = || state(Free { tag: Some(TagEdge { tag: "</think>", to: 2 }), ..Free::default() });
         for text in ["</think>", "I think <think> a </ think></think>", "a<</think>"] {
             let mut state = tagged();
             push_text(&mut state, text).unwrap();
@@ -274,7 +273,8 @@ mod tests {
 
     #[test]
     fn premature_tokens_are_replaced_or_are_errors() {
-        let free = |replacement| Free { exits: vec![(9, 2)], premature: vec![STOP], replacement, tag: None };
+        let exits = || vec![TokenEdge { token: 9, to: 2 }];
+        let free = |replacement| Free { exits: exits(), premature: vec![STOP], replacement, tag: None };
         let mut replaced = state(free(Some(9)));
         assert_eq!(replaced.advance(STOP).unwrap(), 9);
         assert_eq!(allowed(&mut replaced), [5]);

@@ -1,8 +1,18 @@
 //! Plans an answer in any chat format except harmony: reasoning in `<think>` tags, tool calls in `<tool_call>` tags.
 //!
 //! The grammar of the answer applies from the first token, or from the end of the reasoning if there is any.
-//! Tool calls are JSON objects in the format of Hermes and Qwen.
-//! Constrained tool calls require that `<tool_call>` and `</tool_call>` are control tokens.
+//!
+//! Tool calls have the format of Hermes (github.com/NousResearch/Hermes-Function-Calling), as those of Qwen3:
+//!
+//! ```text
+//! <tool_call>
+//! {"name": NAME, "arguments": ARGUMENTS}
+//! </tool_call>
+//! ```
+//!
+//! The constraint allows only this order and these spaces and line breaks around the name and the arguments.
+//! Tool calls can be constrained only if `<tool_call>` and `</tool_call>` are control tokens, and in no other format,
+//! such as those of Llama 3 and Mistral.
 
 use std::fmt::Write;
 
@@ -11,7 +21,7 @@ use serde_json::json;
 
 use super::compiler::{check_optional, invalid, lark_string, with_options};
 use super::context::ConstrainedRequest;
-use super::plan::{END, Free, NodeId, PlanNode, all_to};
+use super::plan::{END, Free, NodeId, PlanGraph, PlanNode, TagEdge, TokenEdge, TokenListEdge, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
 use crate::chat::{END_THINK, END_TOOL_CALL, LLAMA_CALLS, MISTRAL_CALLS, THINK, TOOL_CALL};
 
@@ -31,25 +41,26 @@ struct ToolTags {
     close: u32,
 }
 
-/// Returns the nodes of a plan, and the id of the first node. `prompt` is the rendered conversation.
-pub fn nodes(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<PlanNode>, NodeId)> {
+/// Returns the graph of the answer to `prompt`, the rendered conversation.
+pub fn graph(request: &ConstrainedRequest, prompt: &str) -> Result<PlanGraph> {
     let (constraint, stops) = (&request.constraint, request.stops());
     let control = |text: &str| control_token(request, text);
     let tags = tool_tags(request)?;
-    let to_tool: Vec<(u32, NodeId)> = tags.iter().map(|tags| (tags.open, TOOL)).collect();
-    let to_reasoning: Vec<(u32, NodeId)> = control(THINK).map(|think| (think, REASONING)).into_iter().collect();
+    let to_tool: Vec<TokenEdge> = tags.iter().map(|tags| TokenEdge { token: tags.open, to: TOOL }).collect();
+    let to_reasoning = control(THINK).map(|token| TokenEdge { token, to: REASONING });
 
-    let answer = |instead: Vec<(u32, NodeId)>| -> Result<PlanNode> {
+    let answer = |instead: Vec<TokenEdge>| -> Result<PlanNode> {
         match &constraint.answer {
             _ if constraint.requires_tool => Ok(choice(&instead)),
             Some(answer) => request.grammar(answer, instead, all_to(&stops, END)),
             None => Ok(PlanNode::Free(Free { exits: to_tool.clone(), ..Free::default() })),
         }
     };
-    let start = answer([&to_tool[..], &to_reasoning].concat())?;
+    let start = answer([&to_tool[..], to_reasoning.as_slice()].concat())?;
     let end_think = control(END_THINK);
-    let mut reasoning = Free { exits: to_tool.clone(), tag: Some((END_THINK, ANSWER)), ..Free::default() };
-    reasoning.exits.extend(end_think.map(|token| (token, ANSWER)));
+    let tag = Some(TagEdge { tag: END_THINK, to: ANSWER });
+    let mut reasoning = Free { exits: to_tool.clone(), tag, ..Free::default() };
+    reasoning.exits.extend(end_think.map(|token| TokenEdge { token, to: ANSWER }));
     if constraint.is_required() {
         reasoning.premature = request.language.stop_ids().to_vec();
         reasoning.premature.extend(control(TOOL_CALL).filter(|_| tags.is_none()));
@@ -64,14 +75,14 @@ pub fn nodes(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<PlanNode
         }
         check_optional("tools", constraint.tools.iter().filter_map(ToolGrammar::schema))?;
         let after = if constraint.can_call_in_parallel { to_tool.clone() } else { Vec::new() };
-        nodes.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), vec![(tags.close, AFTER_TOOL)])?);
+        nodes.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), all_to(&[tags.close], AFTER_TOOL))?);
         nodes.push(if constraint.is_required() {
             choice(&[after, all_to(&stops, END)].concat())
         } else {
             PlanNode::Free(Free { exits: to_tool, ..Free::default() })
         });
     }
-    Ok((nodes, first_node(prompt)))
+    Ok(PlanGraph { nodes, start: first_node(prompt) })
 }
 
 /// Returns the id of the control token `text`, or `None` if the tokenizer has no such control token.
@@ -116,10 +127,9 @@ fn first_node(prompt: &str) -> NodeId {
     }
 }
 
-/// Returns a node at which the answer must contain exactly one of `tokens`.
-/// Each token comes with the node that follows it.
-fn choice(tokens: &[(u32, NodeId)]) -> PlanNode {
-    PlanNode::Choice(tokens.iter().map(|&(token, node)| (vec![token], node)).collect())
+/// Returns a node at which the answer must continue with the token of one of `edges`.
+fn choice(edges: &[TokenEdge]) -> PlanNode {
+    PlanNode::Choice(edges.iter().map(|edge| TokenListEdge { tokens: vec![edge.token], to: edge.to }).collect())
 }
 
 /// Returns a grammar that matches a call of one of `tools`, without the tags around it.
