@@ -2,6 +2,10 @@
 //!
 //! Small Llama 3 models often omit `<|python_tag|>`. Their answer then consists of one or more JSON objects such as
 //! `{"name": "get_weather", "parameters": {"city": "Paris"}}`, separated by semicolons or newlines.
+//!
+//! An answer in JSON can also be the text that a user asked for. The parser therefore holds an answer back only while
+//! it can consist of calls of tools in the request, and otherwise shows it as it arrives.
+//! It reads a subset of JSON, in which keys and tool names have no escape sequences, byte by byte.
 
 use super::message::ToolCall;
 use super::tagged_call::read_bare_calls;

@@ -1,7 +1,15 @@
 //! Parses the headers of generated harmony messages, between `<|start|>` and `<|message|>`.
 //!
-//! A header can contain a role, a recipient, a channel and a content type.
-//! Models write these parts in different orders and sometimes omit required parts.
+//! A header has three parts, which control tokens separate. The recipient can be in the first or the second part, and
+//! the content type in the second or the third:
+//!
+//! ```text
+//! ROLE to=RECIPIENT <|channel|>CHANNEL to=RECIPIENT CONTENT_TYPE <|constrain|>CONTENT_TYPE
+//! ```
+//!
+//! Models sometimes omit a required part, or omit `<|message|>`, so that the content directly follows the header.
+//! Tokens arrive one at a time. The rules therefore decide for each new token whether the text so far belongs to the
+//! header, belongs to the content, or can still become either.
 
 use anyhow::Result;
 

@@ -11,6 +11,11 @@
 //! If a whole answer consists of calls of tools in the request, `<|python_tag|>` may be missing (see `bare_call`).
 //!
 //! All other control tokens in the output are dropped, except `[CALL_ID]` and `[ARGS]` in a tool call.
+//!
+//! Sources of the tool call formats: github.com/NousResearch/Hermes-Function-Calling, the chat templates of Qwen, the
+//! prompt formats in github.com/meta-llama/llama-models, and github.com/mistralai/mistral-common.
+//! Other formats are not parsed. Without tokens of the formats above, such calls stay text. Between `<tool_call>` and
+//! `</tool_call>`, calls that are not JSON, such as the XML of Qwen3-Coder, count as invalid tool calls.
 
 use anyhow::Result;
 
