@@ -2,8 +2,8 @@
 
 /// The part of an answer to which generated text belongs.
 ///
-/// An *answer* is everything that the model generates for a request. The *answer channel* is only its text for the user,
-/// without reasoning and tool calls.
+/// An *answer* is everything that the model generates for a request. The *answer channel* has only its text for the
+/// user, without reasoning and tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
     /// The model's reasoning. Clients show it separately from the answer, or hide it.

@@ -212,8 +212,8 @@ mod tests {
 
     const STOP: u32 = 1993;
 
-    /// Returns the state of a plan that begins with free text, at node 1, and continues with one of two lists of tokens,
-    /// at node 2: 5, 6, 7 leads to more free text, and 5, 8 to the end.
+    /// Returns the state of a plan that begins with free text, at node 1. Node 2 allows two lists of tokens:
+    /// 5, 6, 7 leads to more free text, and 5, 8 to the end.
     fn state(free: Free) -> ConstraintState {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let tokenizer = Tokenizer::from_dir(&demo).unwrap();
