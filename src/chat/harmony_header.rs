@@ -85,53 +85,33 @@ impl PartialHeader {
         let channel_text = self.channel.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
         let constrain_text = self.constrain.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
 
-        let Words { name: role, mut recipient, mut rest, mut is_undecided } = read_role(&role_text, self.opening);
-        recipient = recipient.or(self.recipient.as_deref());
-        // The words before `<|channel|>` that are neither a role nor a recipient.
-        let role_rest = rest;
-        let mut channel = None;
-        if let Some(text) = &channel_text {
-            // `<|channel|>` ends the role part, so all words before it belong to the header.
-            let words = read_channel(text);
-            channel = words.name;
-            recipient = words.recipient.or(recipient);
-            (rest, is_undecided) = (words.rest, words.is_undecided);
-        }
-        if let Some(text) = &constrain_text {
+        let role_part = read_role(&role_text, self.opening);
+        let channel_part = channel_text.as_deref().map(read_channel).unwrap_or_default();
+        let (rest, is_undecided) = match (&channel_text, &constrain_text) {
             // The content type ends at the first character that is not valid in a name, as in `json{"a": 1}`.
-            let text = text.trim_start();
-            (rest, is_undecided) = (text.trim_start_matches(is_name_character).trim_start(), false);
-        }
-
-        let role = role.unwrap_or_default();
-        let foreign = matches!(role, "user" | "system" | "developer" | "tool")
-            || role.contains('.')
-            || (recipient == Some("assistant") && !matches!(role, "" | "assistant"));
-        let recipient = recipient.filter(|to| !foreign && !matches!(*to, "assistant" | "user" | "all" | ""));
-        // In `<|start|>final<|message|>`, the channel name replaces the role.
-        let name = channel.unwrap_or(role);
-        let channel = match name {
-            _ if recipient.is_some() => Channel::ToolCall,
-            // The model wrote a message in the name of another role. Show the message as reasoning, not as the answer.
-            _ if foreign => Channel::Reasoning,
-            "analysis" => Channel::Reasoning,
-            _ => Channel::Answer,
+            (_, Some(text)) => (text.trim_start().trim_start_matches(is_name_character).trim_start(), false),
+            // `<|channel|>` ends the role part, so all words before it belong to the header.
+            (Some(_), None) => (channel_part.rest, channel_part.is_undecided),
+            (None, None) => (role_part.rest, role_part.is_undecided),
         };
+
+        let role = role_part.name.unwrap_or_default();
+        let recipient = channel_part.recipient.or(role_part.recipient).or(self.recipient.as_deref());
+        let is_foreign = is_foreign_author(role, recipient);
+        let recipient = recipient.filter(|to| !is_foreign && !matches!(*to, "assistant" | "user" | "all" | ""));
+        // In `<|start|>final<|message|>`, the channel name replaces the role.
+        let name = channel_part.name.unwrap_or(role);
         // Without a generated `<|start|>`, a role violates the format. But if the prompt ends with
         // `<|start|>assistant`, models often generate `assistant` again.
-        let repeated = self.opening == Opening::Implied && !role.is_empty();
-        let is_assistant = matches!(role, "" | "assistant") && role_rest.trim().is_empty();
-        let begins_channel = |text: &String| {
-            let text = text.trim_start();
-            CHANNELS.iter().any(|channel| channel.starts_with(text) || text.starts_with(channel))
-        };
+        let is_repeated = self.opening == Opening::Implied && !role.is_empty();
+        let is_assistant = matches!(role, "" | "assistant") && role_part.rest.trim().is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
         Ok(ParsedHeader {
-            channel,
+            channel: channel_of(name, recipient, is_foreign),
             recipient: recipient.map(str::to_string),
-            is_well_formed: self.channel.is_some() && CHANNELS.contains(&name) && !foreign && !repeated,
-            is_valid_start: is_assistant && !repeated && channel_text.as_ref().is_some_and(begins_channel),
+            is_well_formed: self.channel.is_some() && CHANNELS.contains(&name) && !is_foreign && !is_repeated,
+            is_valid_start: is_assistant && !is_repeated && channel_text.as_deref().is_some_and(may_begin_channel),
             rest: rest.to_string(),
             is_undecided,
             words: words.join(" "),
@@ -160,9 +140,33 @@ pub fn push_words(text: &mut String, more: &str) {
     text.push_str(more);
 }
 
-/// The words of the role part or the channel part of a header.
+/// Returns whether the model wrote a message in the name of another author than the assistant.
+fn is_foreign_author(role: &str, recipient: Option<&str>) -> bool {
+    matches!(role, "user" | "system" | "developer" | "tool")
+        || role.contains('.')
+        || (recipient == Some("assistant") && !matches!(role, "" | "assistant"))
+}
+
+/// Returns the channel of a message. `name` is the name of its channel in harmony, or its role if it has no channel.
+fn channel_of(name: &str, recipient: Option<&str>, is_foreign: bool) -> Channel {
+    match name {
+        _ if recipient.is_some() => Channel::ToolCall,
+        // Show a message in the name of another author as reasoning, not as the answer.
+        _ if is_foreign => Channel::Reasoning,
+        "analysis" => Channel::Reasoning,
+        _ => Channel::Answer,
+    }
+}
+
+/// Returns whether a text begins with a channel that harmony defines, or is the beginning of one.
+fn may_begin_channel(text: &str) -> bool {
+    let text = text.trim_start();
+    CHANNELS.iter().any(|channel| channel.starts_with(text) || text.starts_with(channel))
+}
+
+/// The role part or the channel part of a header.
 #[derive(Default)]
-struct Words<'t> {
+struct HeaderPart<'t> {
     /// The role or the channel name.
     name: Option<&'t str>,
     recipient: Option<&'t str>,
@@ -204,13 +208,13 @@ fn is_name_character(c: char) -> bool {
 /// Parses the role part of a header, which comes before `<|channel|>`.
 ///
 /// Examples of role parts: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
-fn read_role(text: &str, opening: Opening) -> Words<'_> {
+fn read_role(text: &str, opening: Opening) -> HeaderPart<'_> {
     let trimmed = text.trim_start();
     if let Some((recipient, tail)) = split_recipient(trimmed) {
-        return Words { recipient: Some(recipient), rest: tail.unwrap_or_default(), ..Words::default() };
+        return HeaderPart { recipient: Some(recipient), rest: tail.unwrap_or_default(), ..HeaderPart::default() };
     }
     let (first, tail) = split_word(trimmed);
-    let known = matches!(first, "assistant" | "user" | "system" | "developer" | "tool") || CHANNELS.contains(&first);
+    let is_known = matches!(first, "assistant" | "user" | "system" | "developer" | "tool") || CHANNELS.contains(&first);
     let may_be_role = match (opening, tail) {
         (Opening::Start, _) => true,
         (Opening::Implied, None) => "assistant".starts_with(first) || may_be_recipient(first),
@@ -218,22 +222,24 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     };
     let (second, after_second) = split_word(tail.unwrap_or_default());
     if !may_be_role {
-        return Words { rest: text, ..Words::default() };
+        return HeaderPart { rest: text, ..HeaderPart::default() };
     }
     if let Some((recipient, tail)) = tail.and_then(split_recipient) {
         let rest = tail.unwrap_or_default();
-        return Words { name: Some(first), recipient: Some(recipient), rest, is_undecided: false };
+        return HeaderPart { name: Some(first), recipient: Some(recipient), rest, is_undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
         // The role part contains a single word, or a role and the possible start of a recipient.
         // An unknown role becomes content if neither `<|channel|>` nor `<|message|>` follows.
-        let rest = if known { second } else { text };
-        return Words { name: Some(first), recipient: None, rest, is_undecided: true };
+        let rest = if is_known { second } else { text };
+        return HeaderPart { name: Some(first), recipient: None, rest, is_undecided: true };
     }
     match opening {
         // The model omitted `<|message|>` after the role, so the words after the role are content.
-        Opening::Start if known => Words { name: Some(first), rest: tail.unwrap_or_default(), ..Words::default() },
-        _ => Words { rest: text, ..Words::default() },
+        Opening::Start if is_known => {
+            HeaderPart { name: Some(first), rest: tail.unwrap_or_default(), ..HeaderPart::default() }
+        }
+        _ => HeaderPart { rest: text, ..HeaderPart::default() },
     }
 }
 
@@ -248,29 +254,29 @@ fn without_content_type(text: &str) -> &str {
 ///
 /// If the words after the name and the recipient cannot all belong to the header, these words are content:
 /// the model omitted `<|message|>` before them.
-fn read_channel(text: &str) -> Words<'_> {
+fn read_channel(text: &str) -> HeaderPart<'_> {
     let trimmed = text.trim_start();
-    let mut words = Words { is_undecided: true, ..Words::default() };
+    let mut part = HeaderPart { is_undecided: true, ..HeaderPart::default() };
     let mut rest = trimmed;
     if !trimmed.starts_with("to=") {
         // Content may directly follow the channel name, without a space, as in `final你好` or `finalHello`.
         let name_end = trimmed.find(|c| !is_name_character(c)).unwrap_or(trimmed.len());
         let known = CHANNELS.iter().find(|name| trimmed.starts_with(**name));
         let (name, tail) = trimmed.split_at(known.map_or(name_end, |name| name.len()));
-        words.name = (!name.is_empty()).then_some(name);
-        words.is_undecided = tail.is_empty() || tail.starts_with(char::is_whitespace);
+        part.name = (!name.is_empty()).then_some(name);
+        part.is_undecided = tail.is_empty() || tail.starts_with(char::is_whitespace);
         rest = tail.trim_start();
     }
     // The recipient may come before or after the content type.
     let after_type = split_word(rest).1;
     if let Some((recipient, tail)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
-        words.recipient = Some(recipient);
+        part.recipient = Some(recipient);
         rest = without_content_type(tail.unwrap_or_default());
-        words.is_undecided &= split_word(rest).1.is_none_or(str::is_empty);
+        part.is_undecided &= split_word(rest).1.is_none_or(str::is_empty);
     } else if let Some(second) = after_type {
-        words.is_undecided &= !second.contains(char::is_whitespace) && may_be_recipient(second);
+        part.is_undecided &= !second.contains(char::is_whitespace) && may_be_recipient(second);
     }
-    words.is_undecided &= rest.chars().all(|c| is_name_character(c) || c.is_whitespace());
-    words.rest = rest;
-    words
+    part.is_undecided &= rest.chars().all(|c| is_name_character(c) || c.is_whitespace());
+    part.rest = rest;
+    part
 }
