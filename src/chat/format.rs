@@ -10,7 +10,7 @@ use super::message::Message;
 use super::parser::{Parser, ParserKind};
 use super::rendered::{RenderOptions, Rendered};
 use super::tagged_parser::TaggedParser;
-use super::template::Template;
+use super::template::{SpecialToken, Template};
 use crate::tokenizer::Tokenizer;
 
 /// A model's chat format. It renders conversations and creates the parser for answers.
@@ -55,7 +55,6 @@ impl ChatFormat {
 
     /// Creates the chat format of a model. `file` is the name of the file that contains the templates.
     ///
-    /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
     /// `tool_use` is the model's separate template for conversations with tools, if any.
     /// If the vocabulary has harmony's control tokens, the format is harmony, and the templates are ignored.
     /// Otherwise, returns `None` if `template` is missing or empty.
@@ -64,7 +63,7 @@ impl ChatFormat {
         file: &str,
         template: Option<&str>,
         tool_use: Option<&str>,
-        special_tokens: Vec<(String, String)>,
+        special_tokens: Vec<SpecialToken>,
     ) -> Option<ChatFormat> {
         if let Some(tokens) = HarmonyTokens::find(tokenizer) {
             return Some(ChatFormat::Harmony(tokens));

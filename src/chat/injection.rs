@@ -13,6 +13,7 @@ use std::collections::HashMap;
 
 use anyhow::{Result, bail};
 
+use super::rendered::Rendered;
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// The Unicode characters that can serve as the mark: noncharacters, which are reserved for internal use.
@@ -101,10 +102,10 @@ impl<'t> Marker<'t> {
         self.tokenizer.controls().find(|(control, _)| !control.is_empty() && rest.starts_with(control))
     }
 
-    /// Encodes the rendered prompt. Returns the token ids and the text without marks.
-    pub fn encode(&self, rendered: String) -> Result<(Vec<u32>, String)> {
+    /// Encodes the rendered text of a template, and removes the marks from it.
+    pub fn encode(&self, rendered: String) -> Result<Rendered> {
         if !rendered.contains(self.mark) {
-            return Ok((self.tokenizer.encode(&rendered, ControlTokens::Parse)?, rendered));
+            return Ok(Rendered { ids: self.tokenizer.encode(&rendered, ControlTokens::Parse)?, text: rendered });
         }
         let mut ids = Vec::new();
         // The text before `begin` is already encoded. `control_end` is the end of the last unmarked control token.
@@ -128,7 +129,7 @@ impl<'t> Marker<'t> {
         } else {
             ids.extend(self.tokenizer.encode(&rendered[begin..], ControlTokens::Parse)?);
         }
-        Ok((ids, rendered.replace(self.mark, "")))
+        Ok(Rendered { ids, text: rendered.replace(self.mark, "") })
     }
 
     /// Encodes `template_text` with its control tokens, then all of `marked` as ordinary text.

@@ -40,5 +40,5 @@ pub use parser::Parser;
 pub use rendered::{Render, RenderOptions, Rendered, today};
 pub use tagged_call::{LLAMA_CALLS, MISTRAL_CALLS};
 pub use tagged_parser::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
-pub use template::RESERVED_VARIABLES;
+pub use template::{RESERVED_VARIABLES, SpecialToken};
 pub use violations::{FormatViolation, FormatViolations};

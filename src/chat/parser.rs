@@ -71,11 +71,6 @@ impl Parser {
         }
     }
 
-    /// Returns the total number of format violations in the output.
-    pub fn violation_count(&self) -> usize {
-        self.violations().total()
-    }
-
     /// Returns the number of format violations of each kind.
     pub fn violations(&self) -> FormatViolations {
         match &self.0 {

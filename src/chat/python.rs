@@ -27,8 +27,17 @@ pub fn dumps(value: &impl Serialize, style: JsonStyle) -> Result<String> {
 pub struct JsonStyle {
     /// The indentation of one nesting level. `None` writes everything on one line.
     pub indent: Option<String>,
-    /// The separator between items, and the separator between a key and its value. `None` selects Python's defaults.
-    pub separators: Option<(String, String)>,
+    /// `None` selects Python's defaults, which depend on `indent`.
+    pub separators: Option<Separators>,
+}
+
+/// The two values of the option `separators` of `json.dumps`.
+#[derive(Clone, Debug)]
+pub struct Separators {
+    /// The separator between the items of a list or an object.
+    pub item: String,
+    /// The separator between a key and its value.
+    pub key: String,
 }
 
 struct PythonFormatter {
@@ -58,7 +67,7 @@ impl PythonFormatter {
     fn item(&mut self, writer: &mut (impl Write + ?Sized), first: bool) -> io::Result<()> {
         if !first {
             let default = if self.style.indent.is_some() { "," } else { ", " };
-            let separator = self.style.separators.as_ref().map_or(default, |(item, _)| item);
+            let separator = self.style.separators.as_ref().map_or(default, |separators| &separators.item);
             writer.write_all(separator.as_bytes())?;
         }
         self.newline(writer)
@@ -103,7 +112,7 @@ impl Formatter for PythonFormatter {
     }
 
     fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        let separator = self.style.separators.as_ref().map_or(": ", |(_, key)| key);
+        let separator = self.style.separators.as_ref().map_or(": ", |separators| &separators.key);
         writer.write_all(separator.as_bytes())
     }
 

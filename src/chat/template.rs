@@ -41,8 +41,15 @@ pub struct Template {
     default: JinjaTemplate,
     /// The template named `tool_use`, which replaces `default` if the request has tools.
     tool_use: Option<JinjaTemplate>,
-    /// The names and the texts of the special tokens, such as `bos_token` and `<s>`.
-    special_tokens: Vec<(String, String)>,
+    special_tokens: Vec<SpecialToken>,
+}
+
+/// A special token that templates can use by name.
+pub struct SpecialToken {
+    /// The name of the template variable, such as `bos_token`.
+    pub name: String,
+    /// The text of the token, such as `<s>`.
+    pub text: String,
 }
 
 /// One Jinja template.
@@ -74,9 +81,7 @@ impl Template {
     }
 
     /// Creates a template from its `source`. `file` is the name of the file that contains it.
-    ///
-    /// `special_tokens` contains pairs of a variable name and a token, such as `bos_token` and `<s>`.
-    pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
+    pub fn new(file: &str, source: String, special_tokens: Vec<SpecialToken>) -> Self {
         Self { default: JinjaTemplate::new(file, source), tool_use: None, special_tokens }
     }
 
@@ -128,8 +133,7 @@ impl Template {
             }
             result => result?,
         };
-        let (ids, text) = marker.encode(text)?;
-        Ok(Rendered { ids, text })
+        marker.encode(text)
     }
 
     /// Runs the template and returns the prompt as text, including the marks of `marker`.
@@ -149,7 +153,7 @@ impl Template {
             ("add_generation_prompt".to_string(), Value::from(options.add_generation_prompt)),
             ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
         ];
-        context.extend(self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))));
+        context.extend(self.special_tokens.iter().map(|token| (token.name.clone(), Value::from(token.text.as_str()))));
         // Omit the default reasoning effort, because some templates reject efforts that they do not know.
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
@@ -276,17 +280,18 @@ fn source_text(value: &Json) -> Option<&str> {
     value.as_str().filter(|text| !text.is_empty())
 }
 
-/// Returns the variable names and the texts of a tokenizer's special tokens.
+/// Returns a tokenizer's special tokens.
 ///
 /// `config` is tokenizer_config.json. `map` is special_tokens_map.json, which applies to names that `config` lacks.
 /// In both files, each token is a string, or an object with the string in `content`.
-fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
+fn special_tokens(config: &Json, map: &Json) -> Vec<SpecialToken> {
     let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
     let token = |name: &str| {
         let value = config.get(name).or_else(|| map.get(name))?;
-        value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_string)
+        let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
+        Some(SpecialToken { name: name.to_string(), text: text.to_string() })
     };
-    names.iter().filter_map(|name| Some((name.to_string(), token(name)?))).collect()
+    names.into_iter().filter_map(token).collect()
 }
 
 /// Returns all strings in a JSON value, including keys.

@@ -6,7 +6,7 @@ use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::python;
+use super::python::{self, JsonStyle, Separators};
 
 /// Adds the functions, filters, tests and methods to an environment, except `strftime_now`, which depends on a date.
 pub fn install(environment: &mut Environment<'static>) {
@@ -69,7 +69,8 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
     };
     let separators = match options.get::<Option<Value>>("separators")? {
         Some(value) if !value.is_none() => {
-            Some((value.get_item_by_index(0)?.to_string(), value.get_item_by_index(1)?.to_string()))
+            let separator = |index| value.get_item_by_index(index).map(|separator| separator.to_string());
+            Some(Separators { item: separator(0)?, key: separator(1)? })
         }
         _ => None,
     };
@@ -79,8 +80,7 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
     if sort_keys {
         json.sort_all_objects();
     }
-    let text =
-        python::dumps(&json, python::JsonStyle { indent, separators }).map_err(|error| failed(error.to_string()))?;
+    let text = python::dumps(&json, JsonStyle { indent, separators }).map_err(|error| failed(error.to_string()))?;
     Ok(Value::from(if ensure_ascii { escape_non_ascii(&text) } else { text }))
 }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 use super::stop_ids::{collect, read_json};
-use crate::chat::ChatFormat;
+use crate::chat::{ChatFormat, SpecialToken};
 use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
@@ -68,8 +68,11 @@ fn chat_format(
         ("unk_token", special.unk),
         ("pad_token", special.pad),
     ];
-    let token = |id: u32| vocabulary.tokens.get(id as usize).map(|token| token.to_string());
-    let named = named.into_iter().filter_map(|(name, id)| Some((name.to_string(), token(id?)?))).collect();
+    let token = |(name, id): (&str, Option<u32>)| {
+        let text = vocabulary.tokens.get(id? as usize)?.to_string();
+        Some(SpecialToken { name: name.to_string(), text })
+    };
+    let named = named.into_iter().filter_map(token).collect();
     let (template, tool_use) = (checkpoint.chat_template(None)?, checkpoint.chat_template(Some("tool_use"))?);
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, tool_use, named))
 }

@@ -135,7 +135,7 @@ fn parse_with(mut parser: Parser, tokenizer: &Tokenizer, ids: &[u32]) -> Parsed 
     take(parser.finish(tokenizer).unwrap());
     assert_eq!(parser.finish(tokenizer).unwrap(), [], "the second call to `finish` returned deltas");
     let (tool_calls, violations) = (parser.tool_calls().to_vec(), parser.violations());
-    Parsed { deltas, tool_calls, format_violations: parser.violation_count(), violations }
+    Parsed { deltas, tool_calls, format_violations: violations.total(), violations }
 }
 
 fn parse(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, text: &str) -> Parsed {
