@@ -10,44 +10,30 @@
 //! A prompt that starts with the same tokens can reuse the block, whether or not another sequence still uses it.
 //! The hash includes the cache salt and the [`PromptSegments`], so only prompts with the same salt and segments share
 //! blocks.
+//!
+//! - this file: [`BlockManager`] and the blocks of one sequence, with the search for cached prefixes
+//! - `growth`: how many blocks a sequence needs, and their allocation
+//! - `hashes`: the hashes of blocks; `pool`: reference counts and contents of blocks
+//! - `prefix_file`: prefixes in files
 
+mod growth;
+mod hashes;
 mod pool;
 pub(super) mod prefix_file;
 
-use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::ops::Range;
 
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
 use crate::runner::PromptSegments;
+use hashes::BlockHasher;
 
+pub use hashes::BlockHashes;
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
 /// Sliding-window groups retain prefixes whose length is a multiple of this number of tokens longer than others.
 /// A prefix is reusable only while the blocks in the window at its end are cached, so these blocks get
 /// [`Retention::Keep`].
 const RETAINED_PREFIX_TOKENS: usize = 1024;
-
-/// The hashes of the full blocks of a sequence.
-///
-/// A block's hash covers the cache salt, the prompt segments and all tokens up to the end of the block.
-/// The default value has neither a salt nor prompt segments.
-#[derive(Clone, Debug, Default)]
-pub struct BlockHashes {
-    /// The hash of the sequence's own cache salt and prompt segments, or 0 if it has neither.
-    /// The default prompt segments of the [`BlockManager`] are not included.
-    /// Every block hash includes this hash, so only sequences with equal salts and segments share cached blocks.
-    root: u128,
-    /// The sequence's own prompt segments. If `None`, the default of the [`BlockManager`] applies.
-    prompt_segments: Option<PromptSegments>,
-    blocks: Vec<u128>,
-}
-
-impl BlockHashes {
-    /// Returns the hash of the cache salt, the prompt segments and all tokens before the block at `index`.
-    fn before(&self, index: usize) -> u128 {
-        index.checked_sub(1).map_or(self.root, |before| self.blocks[before])
-    }
-}
 
 /// The block tables of one sequence, and what its blocks contain.
 #[derive(Debug, Default)]
@@ -127,8 +113,7 @@ pub struct BlockManager {
     /// segments.
     prompt_segments: Option<PromptSegments>,
     pool: BlockPool,
-    /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
-    hashers: [RandomState; 2],
+    hasher: BlockHasher,
     queried_tokens: u64,
     hit_tokens: u64,
 }
@@ -136,8 +121,8 @@ pub struct BlockManager {
 impl BlockManager {
     /// Creates a manager of `blocks` blocks, one of which is the scratch block.
     pub fn new(windows: Vec<Option<usize>>, blocks: usize) -> Self {
-        let hashers = [RandomState::new(), RandomState::new()];
-        Self { windows, prompt_segments: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
+        let (pool, hasher) = (BlockPool::new(blocks), BlockHasher::new());
+        Self { windows, prompt_segments: None, pool, hasher, queried_tokens: 0, hit_tokens: 0 }
     }
 
     /// Sets the prompt segments of sequences that have none of their own.
@@ -232,7 +217,7 @@ impl BlockManager {
             queried_tokens: 0,
         };
         let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS).min(max_blocks);
-        self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
+        self.hasher.extend(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
         let hit = self.longest_hit(tokens, &sequence.hashes, limit);
         for group in 0..self.windows.len() {
             let first = self.first_visible_block(group, hit * BLOCK_TOKENS);
@@ -283,18 +268,6 @@ impl BlockManager {
         self.windows[group].map_or(0, |window| (position + 1).saturating_sub(window) / BLOCK_TOKENS)
     }
 
-    /// Appends the hashes of the full blocks of `tokens` that are not hashed yet.
-    fn extend_hashes(&self, hashes: &mut BlockHashes, tokens: &[u32]) {
-        for block in tokens.chunks_exact(BLOCK_TOKENS).skip(hashes.blocks.len()) {
-            let parent = hashes.before(hashes.blocks.len());
-            hashes.blocks.push(self.hash(|mut hasher| {
-                hasher.write_u128(parent);
-                u32::hash_slice(block, &mut hasher);
-                hasher.finish()
-            }));
-        }
-    }
-
     /// Returns the [`BlockHashes`] of a new sequence, in which no block is hashed yet.
     /// The sequence reuses only blocks of sequences with the same salt and segments.
     ///
@@ -302,91 +275,7 @@ impl BlockManager {
     /// If the sequence reused half a segment, a smaller pass would compute the other half, and the keys and values of
     /// that half could differ in their last bits.
     pub fn hashes(&self, salt: Option<&str>, prompt_segments: Option<PromptSegments>) -> BlockHashes {
-        let root = (salt.is_some() || prompt_segments.is_some()).then(|| {
-            self.hash(|mut hasher| {
-                (salt, prompt_segments.map(PromptSegments::tokens)).hash(&mut hasher);
-                hasher.finish()
-            })
-        });
-        BlockHashes { root: root.unwrap_or(0), prompt_segments, blocks: Vec::new() }
-    }
-
-    /// Returns a 128-bit hash. `finish` writes the data to a hasher and returns one half of the hash.
-    fn hash(&self, finish: impl Fn(DefaultHasher) -> u64) -> u128 {
-        let half = |state: &RandomState| u128::from(finish(state.build_hasher()));
-        half(&self.hashers[0]) << 64 | half(&self.hashers[1])
-    }
-
-    /// Returns the number of free blocks that [`grow`](Self::grow) needs to make room for all positions below `end`.
-    pub fn missing(&self, sequence: &SequenceBlocks, end: usize) -> usize {
-        (0..self.windows.len()).map(|group| self.missing_in_group(group, sequence, end)).sum()
-    }
-
-    fn missing_in_group(&self, group: usize, sequence: &SequenceBlocks, end: usize) -> usize {
-        let added = end.div_ceil(BLOCK_TOKENS).saturating_sub(sequence.tables.len(group));
-        self.blocks_to_copy(group, sequence, end).count() + added
-    }
-
-    /// Returns how many free blocks the sequence needs to grow to `tokens` tokens in steps of up to `chunk` tokens.
-    /// A block that leaves the window as the sequence grows counts only once, because the sequence can use it again.
-    pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
-        self.demand_of(sequence, tokens, chunk, 1)
-    }
-
-    /// Returns the [`demand`](Self::demand) of a sequence that would start with the blocks of `prefix`.
-    pub fn demand_after(&self, prefix: &CachedPrefix, tokens: usize, chunk: usize) -> usize {
-        self.demand_of(&prefix.0, tokens, chunk, 0)
-    }
-
-    /// Returns the [`demand`](Self::demand) of a sequence that holds `own` references to each of its blocks:
-    /// 1 if the sequence has started, and 0 for the blocks of a [`CachedPrefix`].
-    fn demand_of(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize, own: u32) -> usize {
-        let demand = |group: usize| {
-            let missing = self.missing_in_group(group, sequence, tokens);
-            let Some(window) = self.windows[group] else { return missing };
-            // A shared block does not become free when it leaves the window of one sequence.
-            let unshared = (sequence.first_held[group]..sequence.tables.len(group))
-                .filter(|&index| self.pool.references(sequence.tables.get(group, index)) == own);
-            missing.min(peak_blocks(Some(window), tokens, chunk).saturating_sub(unshared.count()))
-        };
-        (0..self.windows.len()).map(demand).sum()
-    }
-
-    /// Allocates blocks to the sequence for all positions below `end`.
-    /// Returns `None` and changes nothing if too few blocks are free.
-    ///
-    /// If a step would write to a shared or cached block, the sequence gets a copy of the block.
-    /// Before the next step, the caller must make all copies in the order in which `grow` returns them.
-    /// The order matters because a later copy, even of the same call, may write to the source block of an earlier copy.
-    pub fn grow(&mut self, sequence: &mut SequenceBlocks, end: usize) -> Option<Vec<BlockCopy>> {
-        if self.missing(sequence, end) > self.pool.free() {
-            return None;
-        }
-        // From here on, `allocate` does not fail: `missing` counts every block that these loops allocate.
-        let mut copies = Vec::new();
-        for group in 0..self.windows.len() {
-            let copied: Vec<_> = self.blocks_to_copy(group, sequence, end).collect();
-            for index in copied {
-                let (from, to) = (sequence.tables.get(group, index), self.pool.allocate()?);
-                sequence.tables.set(group, index, to);
-                copies.push(BlockCopy { from, to });
-                self.pool.release(from, Retention::Keep);
-            }
-            while sequence.tables.len(group) < end.div_ceil(BLOCK_TOKENS) {
-                let block = self.pool.allocate()?;
-                sequence.tables.push(group, block);
-            }
-        }
-        Some(copies)
-    }
-
-    /// Returns the table indices of the shared or cached blocks that a step would write to
-    /// if it computed all remaining positions below `end`.
-    fn blocks_to_copy(&self, group: usize, sequence: &SequenceBlocks, end: usize) -> impl Iterator<Item = usize> {
-        // Skip full blocks, because no step writes to a full block again.
-        let written = sequence.computed / BLOCK_TOKENS..end.div_ceil(BLOCK_TOKENS).min(sequence.tables.len(group));
-        let is_written = end > sequence.computed;
-        written.filter(move |&index| is_written && !self.pool.is_writable(sequence.tables.get(group, index)))
+        self.hasher.start(salt, prompt_segments)
     }
 
     /// Records that the keys and values of all `tokens` are computed, or that a queued step will compute them.
@@ -395,7 +284,7 @@ impl BlockManager {
     pub fn commit(&mut self, sequence: &mut SequenceBlocks, tokens: &[u32]) {
         let (first, full) = (sequence.computed / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
         sequence.computed = tokens.len();
-        self.extend_hashes(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
+        self.hasher.extend(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
         let hashes = &sequence.hashes;
         for group in 0..self.windows.len() {
             for index in first.max(sequence.first_held[group])..full.min(sequence.reusable) {
