@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use super::fingerprint::fingerprint;
 use super::info::{LoadTimes, ModelInfo};
-use super::on_device::{OnDevice, deterministic_segments, load_onto_device};
+use super::on_device::{LoadedRunner, deterministic_segments, load_onto_device};
 use super::options::LoadOptions;
 use crate::engine::sampling::SamplingParams;
 use crate::language::Language;
@@ -29,16 +29,16 @@ pub struct EngineParts {
     pub fingerprint: String,
 }
 
-/// Loads the model at the path `dir`: a snapshot directory or a GGUF file.
+/// Loads the model at `path`: a snapshot directory or a GGUF file.
 ///
 /// Fails if the architecture is not supported, or if the memory plan exceeds the free memory. In both cases, fails
 /// before it allocates memory for the model.
-pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
+pub fn load(path: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
-    let (config, checkpoint) = models::open(dir)?;
+    let (config, checkpoint) = models::open(path)?;
     let headers_s = started.elapsed().as_secs_f64();
 
-    let (language, model) = load_language_and_model(dir, &config, &checkpoint, options)?;
+    let (language, model) = load_language_and_model(path, &config, &checkpoint, options)?;
     let times = LoadTimes { headers_s, total_s: started.elapsed().as_secs_f64(), ..model.times };
 
     let (defaults, ignored) = SamplingParams::from_generation_config(&language.generation_config);
@@ -50,23 +50,23 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let runner = model.runner;
     // With LongRoPE, a context longer than `default_context` selects other RoPE factors, so keys and values differ.
     let has_long_context = runner.limits().context > config.architecture.default_context();
-    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_segments());
+    let fingerprint = fingerprint(path, &checkpoint, has_long_context, options, &info, runner.prompt_segments());
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
 /// Loads the tokenizer and the chat format on another thread, and at the same time the model on this thread.
 fn load_language_and_model(
-    dir: &Path,
+    path: &Path,
     config: &ModelConfig,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
-) -> Result<(Language, OnDevice)> {
+) -> Result<(Language, LoadedRunner)> {
     let is_refused = AtomicBool::new(false);
     let check = options.check_language;
     let (language, model) = thread::scope(|scope| {
         let language = scope.spawn(|| {
             let started = Instant::now();
-            let language = sandbox::load_language_of(dir, checkpoint);
+            let language = sandbox::load_language_of(path, checkpoint);
             let language = language.and_then(|language| check(&language).map(|()| language));
             is_refused.store(language.is_err(), Ordering::Relaxed);
             language.map(|language| (language, started.elapsed().as_secs_f64()))
@@ -77,7 +77,7 @@ fn load_language_and_model(
     // If both have failed, report the error of `language`. The error of `model` may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     let model = model?;
-    Ok((language, OnDevice { times: LoadTimes { tokenizer_s, ..model.times }, ..model }))
+    Ok((language, LoadedRunner { times: LoadTimes { tokenizer_s, ..model.times }, ..model }))
 }
 
 /// Describes a loaded model. `ignored_defaults` explains why some of the model's sampling parameters were ignored.
@@ -85,7 +85,7 @@ fn model_info(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
-    model: &OnDevice,
+    model: &LoadedRunner,
     ignored_defaults: Vec<String>,
     load: LoadTimes,
 ) -> ModelInfo {

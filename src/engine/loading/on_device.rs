@@ -21,8 +21,9 @@ use crate::runner::{PromptSegments, Runner, RunnerLimits, RunnerOptions};
 use crate::weights::{Checkpoint, Inventory, LoadProgress};
 
 /// The runner of a loaded model, and values for its [`ModelInfo`].
-pub(super) struct OnDevice {
+pub(super) struct LoadedRunner {
     pub runner: Runner,
+    /// The attention kernel of the first rank's last layer.
     pub attention: AttentionBackend,
     pub device_info: DeviceInfo,
     pub weight_bytes: u64,
@@ -40,7 +41,7 @@ pub(super) fn load_onto_device(
     checkpoint: &Checkpoint,
     options: &LoadOptions,
     is_refused: &AtomicBool,
-) -> Result<OnDevice> {
+) -> Result<LoadedRunner> {
     let architecture = &config.architecture;
     let started = Instant::now();
     let device = device::open(options.devices.first())?;
@@ -64,9 +65,9 @@ pub(super) fn load_onto_device(
         Some(stages) => inventory.stage_bytes(&stages[0]),
         None => inventory.bytes(),
     };
-    let target = LoadTarget { device: &device, dtype, memory: &memory, capacity, file_bytes };
-    let allocated = allocate(config, checkpoint, options, &target);
-    let (runner, attention, times) = allocated.map_err(|error| {
+    let target =
+        LoadTarget { device: &device, device_info: &device_info, dtype, memory: &memory, capacity, file_bytes };
+    let loaded = allocate(config, checkpoint, options, &target).map_err(|error| {
         if !device::is_out_of_memory(&error) {
             return error;
         }
@@ -75,15 +76,14 @@ pub(super) fn load_onto_device(
         let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
         error.context(memory.first().out_of_memory(capacity.context, &device_info))
     })?;
-    let (weight_bytes, cache_bytes) = (memory.weight_bytes(), memory.cache_bytes(capacity));
-    let cache_sequences = memory.cache_sequences(capacity);
-    let times = LoadTimes { device_s, ..times };
-    Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences, times })
+    Ok(LoadedRunner { times: LoadTimes { device_s, ..loaded.times }, ..loaded })
 }
 
 /// Where and how to load a model. `device` is the first device.
 struct LoadTarget<'t> {
     device: &'t Device,
+    /// The device that had the least free memory before loading.
+    device_info: &'t DeviceInfo,
     dtype: DType,
     memory: &'t RankMemory,
     capacity: Capacity,
@@ -92,14 +92,13 @@ struct LoadTarget<'t> {
 }
 
 /// Builds the decoder and the KV cache of each rank, and a runner for them.
-/// Returns the runner, the attention kernel of the first rank's last layer, and the times of the steps that ran here.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
     target: &LoadTarget,
-) -> Result<(Runner, AttentionBackend, LoadTimes)> {
-    let &LoadTarget { device, dtype, memory, capacity, file_bytes } = target;
+) -> Result<LoadedRunner> {
+    let &LoadTarget { device, device_info, dtype, memory, capacity, file_bytes } = target;
     let Capacity { context, chunk } = capacity;
     let report = |bytes| (options.progress)(bytes, file_bytes);
     let started = Instant::now();
@@ -129,7 +128,15 @@ fn allocate(
     let limits = RunnerLimits { context, chunk };
     let runner = Runner::with_ranks(world, model, others, limits, device.clone(), runner_options)?;
     let graph_s = started.elapsed().as_secs_f64();
-    Ok((runner, attention, LoadTimes { weights_s, cache_s, graph_s, ..LoadTimes::default() }))
+    Ok(LoadedRunner {
+        runner,
+        attention,
+        device_info: device_info.clone(),
+        weight_bytes: memory.weight_bytes(),
+        cache_bytes: memory.cache_bytes(capacity),
+        cache_sequences: memory.cache_sequences(capacity),
+        times: LoadTimes { weights_s, cache_s, graph_s, ..LoadTimes::default() },
+    })
 }
 
 /// Opens the GPUs of all ranks except the first. Returns the properties of all devices, in rank order.
