@@ -57,7 +57,7 @@ impl TurnSummary {
     }
 
     /// Returns the number of context tokens in use and the context length, or `None` if either is unknown.
-    pub fn context_use(&self) -> Option<(usize, usize)> {
+    fn context_use(&self) -> Option<(usize, usize)> {
         Some((self.context_used()?, self.context?))
     }
 

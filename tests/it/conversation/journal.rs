@@ -31,6 +31,12 @@ fn resume(home: &TempDir, more: &[&str]) -> (Screen, String) {
     (chat, banner)
 }
 
+/// Types a line, and checks that the output up to the next prompt contains `expected`.
+fn assert_says(chat: &mut Screen, line: &str, expected: &str) {
+    let output = chat.say(line);
+    assert!(output.contains(expected), "the output after {line:?} does not contain {expected:?}: {output}");
+}
+
 fn leave(mut chat: Screen) {
     chat.settle();
     chat.send(b"/exit\r");
@@ -41,7 +47,7 @@ fn leave(mut chat: Screen) {
 fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
     let mut chat = Screen::chat(home, args);
     for question in questions {
-        assert!(chat.say(question).contains("tok/s"));
+        assert_says(&mut chat, question, "tok/s");
     }
     leave(chat);
 }
@@ -67,8 +73,8 @@ fn resume_restores_all_settings_and_ignores_invalid_ones() {
     let mut chat = Screen::chat(&home, &["--stop", "zebra", "--stop", "yak"]);
     chat.say("/set plain on");
     chat.say("/set hide-reasoning on");
-    assert!(chat.say("/set max-tokens 0").contains("expected a positive integer or none"));
-    assert!(chat.say("My name is Ada").contains("tok/s"));
+    assert_says(&mut chat, "/set max-tokens 0", "expected a positive integer or none");
+    assert_says(&mut chat, "My name is Ada", "tok/s");
     leave(chat);
     let shown = |chat: &mut Screen| {
         let settings = chat.say("/set");
@@ -80,7 +86,7 @@ fn resume_restores_all_settings_and_ignores_invalid_ones() {
     assert!(banner.contains("1 question"), "{banner}");
     assert_eq!(shown(&mut chat), (true, true));
     // `/model` loads the model again, but keeps the settings.
-    assert!(chat.say("/model demo").contains("switched to"));
+    assert_says(&mut chat, "/model demo", "switched to");
     assert_eq!(shown(&mut chat), (true, true));
     leave(chat);
 
@@ -111,7 +117,7 @@ fn turns_that_a_full_disk_refused_are_written_later() {
     // Limit the file size, so that only part of the next turn fits into the journal.
     limit(&format!("{}:", before.len() + 60));
     let second = "How do I list my models?";
-    assert!(chat.say(second).contains("not saved for --resume"));
+    assert_says(&mut chat, second, "not saved for --resume");
     assert_eq!(fs::read(&path).unwrap(), before, "part of the turn remains in the journal");
     limit("unlimited:");
     let third = chat.say("What is my name?");
@@ -136,7 +142,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     let banner = banner.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(banner.contains("is damaged at line") && banner.contains("1 question"), "{banner}");
     assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy differs from the damaged journal");
-    assert!(chat.say("What is my name?").contains("Ada"));
+    assert_says(&mut chat, "What is my name?", "Ada");
     leave(chat);
     let (chat, banner) = resume(&home, &[]);
     assert!(banner.contains("2 questions") && !banner.contains("damaged"), "{banner}");
@@ -160,10 +166,10 @@ fn removed_limits_stay_removed_after_resume() {
     fs::create_dir_all(&config).unwrap();
     fs::write(config.join("config.toml"), "max-tokens = 7\nstop = [\"zebra\"]\n").unwrap();
     let mut chat = Screen::chat(&home, &[]);
-    assert!(chat.say("/set max-tokens").contains("7") || chat.say("/set").contains("max-tokens          7"));
-    assert!(chat.say("/set max-tokens none").contains("max-tokens is none"));
-    assert!(chat.say("/set stop none").contains("stop is none"));
-    assert!(chat.say("My name is Ada").contains("tok/s"));
+    assert_says(&mut chat, "/set", "max-tokens          7");
+    assert_says(&mut chat, "/set max-tokens none", "max-tokens is none");
+    assert_says(&mut chat, "/set stop none", "stop is none");
+    assert_says(&mut chat, "My name is Ada", "tok/s");
     leave(chat);
     let (mut chat, _) = resume(&home, &[]);
     let settings = chat.say("/set");
@@ -183,7 +189,7 @@ fn removed_limits_stay_removed_after_resume() {
 fn pasted_lines_and_unexpected_arguments_run_no_command() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
-    assert!(chat.say("My name is Ada").contains("tok/s"));
+    assert_says(&mut chat, "My name is Ada", "tok/s");
     for command in ["/clear all", "/exit now", "/undo twice"] {
         assert!(chat.say(command).contains("takes no arguments"), "{command}");
     }
@@ -201,7 +207,7 @@ fn a_kill_during_an_answer_loses_only_that_turn() {
     for round in 1..=3 {
         let (mut chat, banner) = resume(&home, &["--ignore-eos", "--max-tokens", "60"]);
         assert!(banner.contains(&format!("{round} question")), "{round}: {banner}");
-        assert!(chat.say(&format!("What is {round}?")).contains("tok/s"));
+        assert_says(&mut chat, &format!("What is {round}?"), "tok/s");
         // Allow a long answer. On a busy machine, an answer of 60 tokens could end before the test sends the signal.
         chat.say("/set max-tokens 3000");
         chat.settle();
@@ -222,24 +228,24 @@ fn load_restores_a_cleared_conversation_with_its_settings() {
     let mut chat = Screen::chat(&home, &["--stop", "zebra", "--stop", "yak"]);
     chat.say("/set top-k 3");
     chat.say("My name is Ada");
-    assert!(chat.say("/save ada").contains("saved"));
-    assert!(chat.say("/clear").contains("saved as ada"));
-    assert!(chat.say("/context").contains("used          0 of"));
+    assert_says(&mut chat, "/save ada", "saved");
+    assert_says(&mut chat, "/clear", "saved as ada");
+    assert_says(&mut chat, "/context", "used          0 of");
     chat.say("/set top-k 9");
     chat.say("/set stop none");
     chat.say("/set max-tokens 50");
-    assert!(chat.say(&format!("/file '{}'", notes.display())).contains("attached to the next message"));
+    assert_says(&mut chat, &format!("/file '{}'", notes.display()), "attached to the next message");
     // If the conversation does not exist, `/load` fails, and the chat continues.
-    assert!(chat.say("/load nobody").contains("conversation 'nobody': not found"));
-    assert!(chat.say("/set top-k 8").contains("top-k is 8"));
+    assert_says(&mut chat, "/load nobody", "conversation 'nobody': not found");
+    assert_says(&mut chat, "/set top-k 8", "top-k is 8");
     let loaded = chat.say("/load ada");
     assert!(loaded.contains("1 question") && loaded.contains("My name is Ada"), "{loaded}");
     let settings = chat.say("/set");
     for line in ["top-k               3", "max-tokens          none", "\"zebra\", \"yak\""] {
         assert!(settings.contains(line), "/set does not show {line:?}: {settings}");
     }
-    assert!(chat.say("/file").contains("nothing is attached"));
-    assert!(chat.say("What is my name?").contains("Ada"));
+    assert_says(&mut chat, "/file", "nothing is attached");
+    assert_says(&mut chat, "What is my name?", "Ada");
     let output = chat.say("/system Be brief.").split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(output.contains("saved as ada"), "{output}");
     leave(chat);
@@ -253,7 +259,7 @@ fn resume_skips_conversations_without_a_question() {
     conversation(&home, &[], &["My name is Ada"]);
     let mut chat = Screen::chat(&home, &[]);
     chat.say("How do I list my models?");
-    assert!(chat.say("/undo").contains("removed: "));
+    assert_says(&mut chat, "/undo", "removed: ");
     leave(chat);
     let (chat, banner) = resume(&home, &[]);
     assert!(banner.contains("My name is Ada"), "{banner}");
@@ -268,17 +274,17 @@ fn resume_accepts_new_instructions_and_obeys_inferno_nohistory() {
     let before = fs::read(&path).unwrap();
     let mut chat = Screen::new(&home, &["play", "--resume"], &[("INFERNO_NOHISTORY", "1")]);
     assert!(chat.wait(">>> ").contains("1 question"));
-    assert!(chat.say("What is my name?").contains("Ada"));
+    assert_says(&mut chat, "What is my name?", "Ada");
     leave(chat);
     assert_eq!(fs::read(&path).unwrap(), before);
 
     let (mut chat, banner) = resume(&home, &["--system", "Be brief."]);
     assert!(banner.contains("1 question"), "{banner}");
-    assert!(chat.say("/system").contains("Be brief."));
-    assert!(chat.say("What is my name?").contains("Ada"));
+    assert_says(&mut chat, "/system", "Be brief.");
+    assert_says(&mut chat, "What is my name?", "Ada");
     leave(chat);
     let (mut chat, _) = resume(&home, &[]);
-    assert!(chat.say("/system").contains("Be brief."));
+    assert_says(&mut chat, "/system", "Be brief.");
     leave(chat);
 }
 
@@ -292,7 +298,7 @@ fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
     chat.say("Tell me about models");
     let answer = |chat: &mut Screen, number: usize| -> Value {
         let path = home.path().join(format!("{number}.json"));
-        assert!(chat.say(&format!("/export json ~/{number}.json")).contains("written"));
+        assert_says(chat, &format!("/export json ~/{number}.json"), "written");
         let json: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
         assert_eq!(json["messages"].as_array().unwrap().len(), 2, "{json}");
         json["messages"][1].clone()
@@ -300,7 +306,7 @@ fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
     let first = answer(&mut chat, 0);
     let mut last = first.clone();
     for number in 1..6 {
-        assert!(chat.say("/regen").contains("tok/s"));
+        assert_says(&mut chat, "/regen", "tok/s");
         last = answer(&mut chat, number);
         if last != first {
             break;
@@ -323,8 +329,8 @@ fn an_unusable_state_folder_does_not_stop_the_chat() {
     let mut chat = Screen::chat(&home, &[]);
     let answer = chat.say("My name is Ada");
     assert!(answer.contains("tok/s") && answer.contains("not saved for --resume: cannot create"), "{answer}");
-    assert!(chat.say("/save ada").contains("cannot create"));
-    assert!(chat.say("What is my name?").contains("Ada"));
+    assert_says(&mut chat, "/save ada", "cannot create");
+    assert_says(&mut chat, "What is my name?", "Ada");
     leave(chat);
 }
 
@@ -349,7 +355,7 @@ fn a_damaged_history_is_moved_aside() {
 fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
-    assert!(chat.say("/save ada --cache").contains("cannot save this conversation: it has no answer yet"));
+    assert_says(&mut chat, "/save ada --cache", "cannot save this conversation: it has no answer yet");
     chat.say("My name is Ada");
     let saved = chat.say("/save ada --cache");
     assert!(saved.contains("tokens of its KV cache") && saved.contains("--resume ada"), "{saved}");
@@ -368,7 +374,7 @@ fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     let log = ask("ada");
     assert!(log.contains("loaded the saved KV cache tokens=") && !log.contains("cache tokens=0"), "{log}");
     let (mut chat, _) = resume(&home, &[]);
-    assert!(chat.say("/save bob").contains("saved; to continue"));
+    assert_says(&mut chat, "/save bob", "saved; to continue");
     leave(chat);
     assert!(conversations.join("bob.kv").exists() && !conversations.join("ada.kv").exists());
     // If the saved KV cache is damaged, the next turn must still succeed.

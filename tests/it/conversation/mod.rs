@@ -25,6 +25,12 @@ fn say(chat: &mut PtySession, line: &str) -> String {
     without_escapes(&prompt(chat))
 }
 
+/// Types a line, and checks that the output up to the next `>>> ` contains `expected`.
+fn assert_says(chat: &mut PtySession, line: &str, expected: &str) {
+    let output = say(chat, line);
+    assert!(output.contains(expected), "the output after {line:?} does not contain {expected:?}: {output}");
+}
+
 /// Removes CSI escape sequences. While an answer is streaming, a redraw may place them in the middle of a word.
 fn without_escapes(output: &str) -> String {
     let mut parts = output.split("\u{1b}[");
@@ -91,13 +97,13 @@ fn settings_are_listed_checked_and_changed() {
     for setting in ["temperature", "top-k", "stop", "hide-reasoning", "plain", "overflow"] {
         assert!(all.contains(setting), "/set does not list {setting}: {all}");
     }
-    assert!(say(&mut chat, "/set temprature 1").contains("unknown setting 'temprature'"));
-    assert!(say(&mut chat, "/set temperature hot").contains("expected a number"));
-    assert!(say(&mut chat, "/set top-p 7").contains("expected a number from 0 to 1"));
-    assert!(say(&mut chat, "/reasoning low").contains("reasoning is low"));
-    assert!(say(&mut chat, "/reasoning hide").contains("hidden"));
-    assert!(say(&mut chat, "/system Be brief.").contains("new system prompt"));
-    assert!(say(&mut chat, "/system").contains("Be brief."));
+    assert_says(&mut chat, "/set temprature 1", "unknown setting 'temprature'");
+    assert_says(&mut chat, "/set temperature hot", "expected a number");
+    assert_says(&mut chat, "/set top-p 7", "expected a number from 0 to 1");
+    assert_says(&mut chat, "/reasoning low", "reasoning is low");
+    assert_says(&mut chat, "/reasoning hide", "hidden");
+    assert_says(&mut chat, "/system Be brief.", "new system prompt");
+    assert_says(&mut chat, "/system", "Be brief.");
     leave(chat);
 }
 
@@ -105,18 +111,18 @@ fn settings_are_listed_checked_and_changed() {
 fn undo_and_regen_change_the_last_turn() {
     let home = TempDir::new().unwrap();
     let mut chat = chat_with_demo(&home);
-    assert!(say(&mut chat, "/undo").contains("nothing to undo"));
-    assert!(say(&mut chat, "/regen").contains("no question yet"));
+    assert_says(&mut chat, "/undo", "nothing to undo");
+    assert_says(&mut chat, "/regen", "no question yet");
     // If the reasoning is hidden, a line such as `▸ thought: 12 words` takes its place.
     say(&mut chat, "/reasoning hide");
     let first = say(&mut chat, "My name is Ada");
     assert!(first.contains("tok/s") && first.contains("thought:"), "{first}");
-    assert!(say(&mut chat, "What is my name?").contains("Ada"));
+    assert_says(&mut chat, "What is my name?", "Ada");
     let again = say(&mut chat, "/regen");
     assert!(again.contains("Ada") && again.contains("tok/s"), "{again}");
-    assert!(say(&mut chat, "/stats").contains("messages      4"));
-    assert!(say(&mut chat, "/undo").contains("removed: What is my name?"));
-    assert!(say(&mut chat, "/stats").contains("messages      2"));
+    assert_says(&mut chat, "/stats", "messages      4");
+    assert_says(&mut chat, "/undo", "removed: What is my name?");
+    assert_says(&mut chat, "/stats", "messages      2");
     let context = say(&mut chat, "/context");
     assert!(context.contains("of 4096 tokens") && context.contains("when full     stop"), "{context}");
     leave(chat);
@@ -126,26 +132,26 @@ fn undo_and_regen_change_the_last_turn() {
 fn conversations_are_exported_and_saved() {
     let home = TempDir::new().unwrap();
     let mut chat = chat_with_demo(&home);
-    assert!(say(&mut chat, "/save talk").contains("it has no answer yet"));
-    assert!(say(&mut chat, "/export md").contains("nothing to export"));
+    assert_says(&mut chat, "/save talk", "it has no answer yet");
+    assert_says(&mut chat, "/export md", "nothing to export");
     say(&mut chat, "My name is Ada");
 
     let export = home.path().join("talk.md");
-    assert!(say(&mut chat, &format!("/export md {}", export.display())).contains("written"));
-    assert!(say(&mut chat, &format!("/export md {}", export.display())).contains("exists"));
+    assert_says(&mut chat, &format!("/export md {}", export.display()), "written");
+    assert_says(&mut chat, &format!("/export md {}", export.display()), "exists");
     let text = fs::read_to_string(&export).unwrap();
     assert!(text.contains("## You\n\nMy name is Ada\n") && text.contains("## Model"), "{text}");
     let export = home.path().join("talk.json");
-    assert!(say(&mut chat, &format!("/export json {}", export.display())).contains("written"));
+    assert_says(&mut chat, &format!("/export json {}", export.display()), "written");
     let json: Value = serde_json::from_str(&fs::read_to_string(&export).unwrap()).unwrap();
     assert_eq!(json["messages"][0]["content"], "My name is Ada");
     assert_eq!(json["messages"].as_array().unwrap().len(), 2);
     assert_eq!(json["model"], "demo");
 
-    assert!(say(&mut chat, "/save talk").contains("--resume talk"));
-    assert!(say(&mut chat, "/save ../talk").contains("cannot use the name"));
-    assert!(say(&mut chat, "/load").contains("talk"));
-    assert!(say(&mut chat, "/clear").contains("new conversation"));
+    assert_says(&mut chat, "/save talk", "--resume talk");
+    assert_says(&mut chat, "/save ../talk", "cannot use the name");
+    assert_says(&mut chat, "/load", "talk");
+    assert_says(&mut chat, "/clear", "new conversation");
     leave(chat);
     let journal = conversations(&home).join("talk.jsonl");
     assert!(fs::read_to_string(&journal).unwrap().contains("My name is Ada"));
@@ -163,11 +169,11 @@ fn a_file_is_attached_to_the_next_message_only() {
     let notes = home.path().join("notes.txt");
     fs::write(&notes, "My name is Ada\n").unwrap();
     let mut chat = chat_with_demo(&home);
-    assert!(say(&mut chat, "/file /nonexistent").contains("No such file"));
-    assert!(say(&mut chat, &format!("/file {}", notes.display())).contains("attached to the next message"));
-    assert!(say(&mut chat, "/file").contains("notes.txt"));
+    assert_says(&mut chat, "/file /nonexistent", "No such file");
+    assert_says(&mut chat, &format!("/file {}", notes.display()), "attached to the next message");
+    assert_says(&mut chat, "/file", "notes.txt");
     say(&mut chat, "What is in it?");
-    assert!(say(&mut chat, "/file").contains("nothing is attached"));
+    assert_says(&mut chat, "/file", "nothing is attached");
     leave(chat);
     let saved: String = journals(&home).iter().map(|path| fs::read_to_string(path).unwrap()).collect();
     assert!(saved.contains("notes.txt:\\n```\\nMy name is Ada\\n```\\n\\nWhat is in it?"), "{saved}");
@@ -177,10 +183,10 @@ fn a_file_is_attached_to_the_next_message_only() {
 fn the_model_can_be_changed_in_a_chat() {
     let home = TempDir::new().unwrap();
     let mut chat = chat_with_demo(&home);
-    assert!(say(&mut chat, "/model").contains("demo (current)"));
-    assert!(say(&mut chat, "/model nobody/nothing").contains("not on this machine"));
-    assert!(say(&mut chat, "/model demo").contains("switched to demo"));
-    assert!(say(&mut chat, "How do I list my models?").contains("inferno list"));
+    assert_says(&mut chat, "/model", "demo (current)");
+    assert_says(&mut chat, "/model nobody/nothing", "not on this machine");
+    assert_says(&mut chat, "/model demo", "switched to demo");
+    assert_says(&mut chat, "How do I list my models?", "inferno list");
     leave(chat);
 }
 
@@ -197,7 +203,8 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
         leave(chat);
         play(&home, &["--resume", "--ignore-eos"])
     };
-    assert!(prompt(&mut killed).contains("2 questions"));
+    let banner = prompt(&mut killed);
+    assert!(banner.contains("2 questions"), "{banner}");
     killed.send_line("What is the KV cache?").unwrap();
     // Wait for dim text, which is the start of the reasoning.
     expect(&mut killed, "\u{1b}[2m");
@@ -217,8 +224,8 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     for line in ["temperature         0", "top-k               7", "top-p               0.5"] {
         assert!(settings.contains(line), "/set does not show {line:?}: {settings}");
     }
-    assert!(say(&mut chat, "/system").contains("Be kind."));
-    assert!(say(&mut chat, "What is my name?").contains("Ada"));
+    assert_says(&mut chat, "/system", "Be kind.");
+    assert_says(&mut chat, "What is my name?", "Ada");
     let name = journal.file_stem().unwrap().to_str().unwrap().to_string();
 
     // While one process has the conversation open, another cannot open it.
@@ -227,7 +234,8 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     leave(chat);
 
     let mut chat = play_with(&home, &["--resume", &name, "--top-k", "9"], &[]);
-    assert!(prompt(&mut chat).contains("3 questions"));
+    let banner = prompt(&mut chat);
+    assert!(banner.contains("3 questions"), "{banner}");
     assert!(say(&mut chat, "/set").contains("top-k               9"), "the flag must override the journal");
     leave(chat);
     let mut none = play_with(&home, &["--resume", "other"], &[]);
@@ -240,7 +248,7 @@ fn inferno_nohistory_creates_no_state_folder() {
     let mut chat = play_with(&home, &["demo", "--device", "cpu"], &[("INFERNO_NOHISTORY", "1")]);
     prompt(&mut chat);
     say(&mut chat, "My name is Ada");
-    assert!(say(&mut chat, "/save ada").contains("INFERNO_NOHISTORY"));
+    assert_says(&mut chat, "/save ada", "INFERNO_NOHISTORY");
     leave(chat);
     assert!(!home.path().join(".local/state/inferno").exists());
 }
@@ -257,10 +265,10 @@ fn a_full_context_is_announced_and_drop_oldest_continues() {
     }
     assert!(said.contains("% of the context is used") || said.contains("the context is full"), "{said}");
     assert!(said.contains("would exceed the context of 256 tokens"), "{said}");
-    assert!(say(&mut chat, "/set overflow drop-oldest").contains("drop-oldest"));
+    assert_says(&mut chat, "/set overflow drop-oldest", "drop-oldest");
     let answer = say(&mut chat, question);
     assert!(answer.contains("the model no longer sees the oldest") && answer.contains("tok/s"), "{answer}");
-    assert!(say(&mut chat, "/context").contains("not seen"));
+    assert_says(&mut chat, "/context", "not seen");
     for _ in 0..4 {
         let answer = say(&mut chat, question);
         assert!(answer.contains("tok/s") && !answer.contains("would exceed"), "{answer}");
