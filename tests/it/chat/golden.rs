@@ -52,7 +52,7 @@ fn demo_prompts_agree_with_the_training_script() {
             ..options()
         };
         let rendered = format.render(&tokenizer, &messages(prompt["messages"].clone()), &options).unwrap();
-        assert_eq!(rendered.text, prompt["text"].as_str().unwrap());
+        assert_eq!(rendered.text, prompt["text"].as_str().unwrap(), "{}", prompt["messages"]);
     }
 }
 

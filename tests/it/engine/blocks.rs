@@ -338,7 +338,10 @@ fn blocks_hold_what_was_computed_after_random_operations() {
     ];
     let mut seen = Seen::default();
     for (seed, blocks) in [12, 25, 40, 80, 400, 1, 2, 5, 16].into_iter().cycle().take(360).enumerate() {
-        let mut model = Model::new(windows[seed % windows.len()], blocks, seed as u64);
+        let windows = windows[seed % windows.len()];
+        // If an assertion fails, the last of these lines names the failed case.
+        println!("seed {seed}: {blocks} blocks, windows {windows:?}");
+        let mut model = Model::new(windows, blocks, seed as u64);
         for _ in 0..200 {
             model.step();
         }
@@ -397,30 +400,22 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
             let mut manager = BlockManager::new(windows.clone(), 200);
             let prompt = tokens(1, len);
             let blocks = compute(&mut manager, &prompt, 50);
-            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1), "wrong hit length while the blocks are in use");
+            let check = |manager: &mut BlockManager, prompt: &[u32], expected: usize, what: &str| {
+                let found = hit(manager, prompt);
+                assert_eq!(found, expected, "{what}: wrong hit length: windows {windows:?}, {len} computed tokens");
+            };
+            check(&mut manager, &prompt, blocks_of(len - 1), "the same prompt, while its blocks are in use");
             manager.release(blocks);
-            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1));
+            check(&mut manager, &prompt, blocks_of(len - 1), "the same prompt");
             let longer: Vec<_> = prompt.iter().copied().chain([7]).collect();
-            assert_eq!(
-                hit(&mut manager, &longer),
-                blocks_of(len),
-                "wrong hit length: windows {windows:?}, {len} computed tokens"
-            );
+            check(&mut manager, &longer, blocks_of(len), "a longer prompt");
             for position in [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193].into_iter().filter(|&p| p < len) {
                 let mut other = longer.clone();
                 other[position] = 999_999;
-                assert_eq!(
-                    hit(&mut manager, &other),
-                    blocks_of(position),
-                    "windows {windows:?}, {len} computed tokens: wrong hit length if the prompt differs at {position}"
-                );
+                check(&mut manager, &other, blocks_of(position), &format!("a prompt that differs at {position}"));
             }
             for end in [1, 63, 64, 65, 66, 127, 128, 129].into_iter().filter(|&end| end <= len) {
-                assert_eq!(
-                    hit(&mut manager, &prompt[..end]),
-                    blocks_of(end - 1),
-                    "windows {windows:?}, {len} computed tokens: wrong hit length for a prompt of {end} tokens"
-                );
+                check(&mut manager, &prompt[..end], blocks_of(end - 1), &format!("a prompt of {end} tokens"));
             }
         }
     }

@@ -8,8 +8,9 @@ use inferno::runner::ExecutionMode;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream, SamplingParams};
 
+use crate::harness::TestCase;
 use crate::support::engine::GraphModel;
-use crate::support::{Random, demo_dir};
+use crate::support::{Random, demo_dir, on_gpu};
 
 /// The tokens of an answer, with the bits of their log probabilities.
 type Bits = Vec<(u32, u32)>;
@@ -166,9 +167,11 @@ fn deterministic_engine_refuses_candle_flash_attention() {
     );
 }
 
-#[test(gpu)]
-fn answers_on_a_gpu_depend_only_on_their_request() {
-    for (name, quantize) in [
+/// The name of a tiny model, and the format to which its weights are quantized.
+type QuantizedModel = (&'static str, Option<&'static str>);
+
+fn models_on_a_gpu() -> Vec<TestCase<(QuantizedModel, DType)>> {
+    let models: [QuantizedModel; 7] = [
         ("llama_graph", None),
         ("llama_graph", Some("q4_k")),
         ("llama_graph", Some("int8")),
@@ -176,22 +179,26 @@ fn answers_on_a_gpu_depend_only_on_their_request() {
         ("gemma3_graph", None),
         ("qwen3_moe_graph", None),
         ("gpt2", None),
-    ] {
-        let model = GraphModel::new(name);
-        for dtype in [DType::BF16, DType::F32] {
-            let builder = || {
-                let builder = model.builder().dtype(dtype).chunk(64).context(128).sequences(3);
-                match quantize.map(|name: &str| name.parse::<QuantizationTarget>().unwrap()) {
-                    Some(quantize) => builder.quantize(quantize),
-                    None => builder,
-                }
-            };
-            let engine = builder().deterministic(true).load().unwrap();
-            assert_eq!(engine.execution_mode(), ExecutionMode::Graph);
-            check(&engine, 20, 90);
-            println!("{name}, {quantize:?}, {dtype:?}: {:?}", engine.stats());
-            drop(engine);
-            check_requests(&builder().load().unwrap(), 20, 90);
+    ];
+    let named =
+        |model: QuantizedModel| ([Some(model.0), model.1].into_iter().flatten().collect::<Vec<_>>().join("_"), model);
+    on_gpu(models.map(named), &[DType::BF16, DType::F32])
+}
+
+#[test(each = models_on_a_gpu)]
+fn answers_on_a_gpu_depend_only_on_their_request(((name, quantize), dtype): (QuantizedModel, DType)) {
+    let model = GraphModel::new(name);
+    let builder = || {
+        let builder = model.builder().dtype(dtype).chunk(64).context(128).sequences(3);
+        match quantize.map(|name: &str| name.parse::<QuantizationTarget>().unwrap()) {
+            Some(quantize) => builder.quantize(quantize),
+            None => builder,
         }
-    }
+    };
+    let engine = builder().deterministic(true).load().unwrap();
+    assert_eq!(engine.execution_mode(), ExecutionMode::Graph);
+    check(&engine, 20, 90);
+    println!("{:?}", engine.stats());
+    drop(engine);
+    check_requests(&builder().load().unwrap(), 20, 90);
 }

@@ -7,6 +7,8 @@ use inferno::engine::FinishReason;
 use inferno::runner::ExecutionMode;
 use inferno::{EngineHandle, Event, GenerateOptions, Request, SamplingParams};
 
+use super::models;
+use crate::harness::{Need, TestCase};
 use crate::support::engine::{Answer, GraphModel, demo, greedy, sampling};
 
 fn endless(count: usize) -> GenerateOptions {
@@ -120,15 +122,17 @@ fn options_that_use_logits_work_on_the_cpu() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-#[test(gpu)]
-fn options_that_use_logits_work_on_a_gpu() {
-    for name in ["llama_graph", "gpt_oss_graph"] {
-        let model = GraphModel::new(name);
-        check_logprobs(&model.graph(), &model.prompt, 0.1);
-        // Run all steps eagerly. With CUDA graphs, steps with a bias or an unreached `min_tokens` would use other
-        // kernels than plain steps, and these kernels round differently.
-        check_rules(&model.load(110, ExecutionMode::Eager), &model.prompt);
-    }
+fn tiny_models() -> Vec<TestCase<&'static str>> {
+    models(&["llama_graph", "gpt_oss_graph"], Some(Need::Gpu))
+}
+
+#[test(each = tiny_models)]
+fn options_that_use_logits_work_on_a_gpu(name: &'static str) {
+    let model = GraphModel::new(name);
+    check_logprobs(&model.graph(), &model.prompt, 0.1);
+    // Run all steps eagerly. With CUDA graphs, steps with a bias or an unreached `min_tokens` would use other kernels
+    // than plain steps, and these kernels round differently.
+    check_rules(&model.load(110, ExecutionMode::Eager), &model.prompt);
 }
 
 /// Requests with and without log probabilities share the steps of a batch.

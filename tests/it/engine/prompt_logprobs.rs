@@ -5,6 +5,8 @@ use inferno::device::DeviceChoice;
 use inferno::runner::{ExecutionMode, TokenLogprobs};
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream};
 
+use super::models;
+use crate::harness::{Need, TestCase};
 use crate::support::demo_dir;
 use crate::support::engine::{GraphModel, demo, greedy};
 
@@ -80,14 +82,16 @@ fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
     }
 }
 
-#[test]
-fn prompt_logprobs_equal_those_of_a_forward_pass() {
-    for name in ["llama_graph", "gpt_oss_graph", "gemma2_graph", "gemma3_graph"] {
-        let model = GraphModel::new(name);
-        let builder = || model.builder().device(DeviceChoice::Cpu).dtype(DType::F32).context(110);
-        check(&builder().chunk(16).load().unwrap(), &[1, 2, 16, 17, 18, 65, 100], 1e-4);
-        check(&builder().load().unwrap(), &[100], 1e-4);
-    }
+fn tiny_models() -> Vec<TestCase<&'static str>> {
+    models(&["llama_graph", "gpt_oss_graph", "gemma2_graph", "gemma3_graph"], None)
+}
+
+#[test(each = tiny_models)]
+fn prompt_logprobs_equal_those_of_a_forward_pass(name: &'static str) {
+    let model = GraphModel::new(name);
+    let builder = || model.builder().device(DeviceChoice::Cpu).dtype(DType::F32).context(110);
+    check(&builder().chunk(16).load().unwrap(), &[1, 2, 16, 17, 18, 65, 100], 1e-4);
+    check(&builder().load().unwrap(), &[100], 1e-4);
 }
 
 #[test]
@@ -97,19 +101,21 @@ fn long_prompts_are_scored_in_slices() {
     check(&deterministic.deterministic(true).load().unwrap(), &[2, 64, 65, 66, 130], 1e-4);
 }
 
-#[test(gpu)]
-fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu() {
-    for name in ["llama_graph", "gpt_oss_graph"] {
-        let model = GraphModel::new(name);
-        for mode in [ExecutionMode::Graph, ExecutionMode::Eager] {
-            let engine = model.load(110, mode);
-            for length in [1, 2, 16, 17, 18, 65, 100] {
-                let prompt = engine.random_tokens(length as u64, length);
-                for count in [0, 4] {
-                    let request = Request::ids(prompt.clone()).options(options(count));
-                    for stream in engine.submit_n(request, 3).unwrap() {
-                        assert_close(&engine, &prompt, &read(stream).0, 0.1);
-                    }
+fn tiny_models_on_a_gpu() -> Vec<TestCase<&'static str>> {
+    models(&["llama_graph", "gpt_oss_graph"], Some(Need::Gpu))
+}
+
+#[test(each = tiny_models_on_a_gpu)]
+fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu(name: &'static str) {
+    let model = GraphModel::new(name);
+    for mode in [ExecutionMode::Graph, ExecutionMode::Eager] {
+        let engine = model.load(110, mode);
+        for length in [1, 2, 16, 17, 18, 65, 100] {
+            let prompt = engine.random_tokens(length as u64, length);
+            for count in [0, 4] {
+                let request = Request::ids(prompt.clone()).options(options(count));
+                for stream in engine.submit_n(request, 3).unwrap() {
+                    assert_close(&engine, &prompt, &read(stream).0, 0.1);
                 }
             }
         }

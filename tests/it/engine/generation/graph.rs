@@ -9,20 +9,26 @@ use inferno::{Engine, GenerateOptions, SamplingParams};
 
 use super::requests::assert_memory_stays_flat;
 use super::{break_embedding, different_prompts, stats_when_idle};
+use crate::engine::models;
+use crate::harness::{Need, TestCase};
 use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once, greedy, sampling};
 
-/// Tiny models that the decode graph supports. Every model has layers with a sliding window.
-const GRAPH_MODELS: [&str; 3] = ["mistral", "gpt_oss_graph", "gemma3_graph"];
+/// Returns tiny models that the decode graph supports. Every model has layers with a sliding window.
+fn graph_models() -> Vec<TestCase<&'static str>> {
+    models(&["mistral", "gpt_oss_graph", "gemma3_graph"], Some(Need::Gpu))
+}
+
+#[test(each = graph_models)]
+fn graph_continues_a_prompt_with_greedy_tokens(name: &'static str) {
+    let model = GraphModel::new(name);
+    let engine = model.graph();
+    let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 24).tokens;
+    assert_eq!(tokens.len(), 24);
+    assert_greedy(&engine, &model.prompt, &tokens);
+}
 
 #[test(gpu)]
-fn graph_continues_a_prompt_with_greedy_tokens() {
-    for name in GRAPH_MODELS {
-        let model = GraphModel::new(name);
-        let engine = model.graph();
-        let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 24).tokens;
-        assert_eq!(tokens.len(), 24);
-        assert_greedy(&engine, &model.prompt, &tokens);
-    }
+fn graph_and_eager_steps_give_the_same_tokens() {
     let model = GraphModel::new("mistral");
     let engines = [model.graph(), model.load(110, ExecutionMode::Eager)];
     let [graph, eager] = engines.each_ref().map(|engine| generate(engine, &model.prompt, SamplingParams::greedy(), 24));
@@ -33,62 +39,56 @@ fn graph_continues_a_prompt_with_greedy_tokens() {
     );
 }
 
-#[test(gpu)]
-fn graph_samples_the_same_tokens_with_the_same_seed() {
-    for name in GRAPH_MODELS {
-        let model = GraphModel::new(name);
-        let engine = model.graph();
-        let run = |seed| {
-            engine.with_runner(|runner| runner.reset()).unwrap();
-            let params = sampling(|p| {
-                p.seed = seed;
-                p.temperature = 3.0;
-                p.top_p = 0.9;
-                p.repetition_penalty = 1.1;
-            });
-            generate(&engine, &model.prompt, params, 40).tokens
-        };
-        let (a, b, c) = (run(5), run(5), run(6));
-        assert_eq!(a, b, "{name}");
-        assert_ne!(a, c, "{name}");
-        // Greedy steps use a decode graph of their own, which must still work after sampled steps.
-        let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 8).tokens;
-        assert_greedy(&engine, &model.prompt, &tokens);
+#[test(each = graph_models)]
+fn graph_samples_the_same_tokens_with_the_same_seed(name: &'static str) {
+    let model = GraphModel::new(name);
+    let engine = model.graph();
+    let run = |seed| {
+        engine.with_runner(|runner| runner.reset()).unwrap();
+        let params = sampling(|p| {
+            p.seed = seed;
+            p.temperature = 3.0;
+            p.top_p = 0.9;
+            p.repetition_penalty = 1.1;
+        });
+        generate(&engine, &model.prompt, params, 40).tokens
+    };
+    let (a, b, c) = (run(5), run(5), run(6));
+    assert_eq!(a, b);
+    assert_ne!(a, c);
+    // Greedy steps use a decode graph of their own, which must still work after sampled steps.
+    let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 8).tokens;
+    assert_greedy(&engine, &model.prompt, &tokens);
+}
+
+#[test(each = graph_models)]
+fn graph_ends_at_the_context_limit(name: &'static str) {
+    let model = GraphModel::new(name);
+    let context = model.prompt.len() + 10;
+    let engine = model.load(context, ExecutionMode::Graph);
+    for _ in 0..2 {
+        let options = GenerateOptions { ignore_eos: true, ..greedy() };
+        let answer = Answer::read(engine.complete_ids(&model.prompt, options).unwrap());
+        assert_eq!((answer.summary.finish_reason, answer.tokens.len()), (FinishReason::Length, 10));
+        assert_eq!(answer.summary.context_used, context);
+        assert_greedy(&engine, &model.prompt, &answer.tokens);
     }
 }
 
-#[test(gpu)]
-fn graph_ends_at_the_context_limit() {
-    for name in GRAPH_MODELS {
-        let model = GraphModel::new(name);
-        let context = model.prompt.len() + 10;
-        let engine = model.load(context, ExecutionMode::Graph);
-        for _ in 0..2 {
-            let options = GenerateOptions { ignore_eos: true, ..greedy() };
-            let answer = Answer::read(engine.complete_ids(&model.prompt, options).unwrap());
-            assert_eq!((answer.summary.finish_reason, answer.tokens.len()), (FinishReason::Length, 10), "{name}");
-            assert_eq!(answer.summary.context_used, context, "{name}");
-            assert_greedy(&engine, &model.prompt, &answer.tokens);
-        }
-    }
-}
-
-#[test(gpu)]
-fn graph_reuses_the_prefix_of_an_earlier_request() {
-    for name in GRAPH_MODELS {
-        let model = GraphModel::new(name);
-        let engine = model.load(128, ExecutionMode::Graph);
-        // The prefix cache reuses whole blocks of 64 tokens.
-        // If the prompt is shorter, the decode graph has written the rest of the block.
-        for kept in [50, 30] {
-            engine.with_runner(|runner| runner.reset()).unwrap();
-            let first = generate(&engine, &model.prompt, SamplingParams::greedy(), 60);
-            assert_eq!(first.summary.cached_tokens, 0);
-            let next = [&model.prompt[..], &first.tokens[..kept], &[1, 2, 3]].concat();
-            let second = generate(&engine, &next, SamplingParams::greedy(), 8);
-            assert!(second.summary.cached_tokens >= BLOCK_TOKENS, "{name}, {kept}: {:?}", second.summary);
-            assert_greedy(&engine, &next, &second.tokens);
-        }
+#[test(each = graph_models)]
+fn graph_reuses_the_prefix_of_an_earlier_request(name: &'static str) {
+    let model = GraphModel::new(name);
+    let engine = model.load(128, ExecutionMode::Graph);
+    // The prefix cache reuses whole blocks of 64 tokens.
+    // If the prompt is shorter, the decode graph has written the rest of the block.
+    for kept in [50, 30] {
+        engine.with_runner(|runner| runner.reset()).unwrap();
+        let first = generate(&engine, &model.prompt, SamplingParams::greedy(), 60);
+        assert_eq!(first.summary.cached_tokens, 0);
+        let next = [&model.prompt[..], &first.tokens[..kept], &[1, 2, 3]].concat();
+        let second = generate(&engine, &next, SamplingParams::greedy(), 8);
+        assert!(second.summary.cached_tokens >= BLOCK_TOKENS, "{kept}: {:?}", second.summary);
+        assert_greedy(&engine, &next, &second.tokens);
     }
 }
 
@@ -135,55 +135,51 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     assert_eq!((idle.ended, idle.failed), (6, 3));
 }
 
-#[test(gpu)]
-fn canceled_generation_leaves_the_graph_usable() {
-    for name in GRAPH_MODELS {
-        let model = GraphModel::new(name);
-        let engine = model.graph();
-        for tokens in 0..8 {
-            let options = GenerateOptions { ignore_eos: true, ..greedy() };
-            let mut stream = engine.complete_ids(&model.prompt, options).unwrap();
-            for _ in 0..tokens {
-                stream.next_blocking().unwrap().unwrap();
-            }
-            drop(stream);
-            // Queued steps of a canceled request may still write to positions after its last token.
-            let next = [&model.prompt[..], &[tokens, 7]].concat();
-            let answer = generate(&engine, &next, SamplingParams::greedy(), 6);
-            assert_greedy(&engine, &next, &answer.tokens);
+#[test(each = graph_models)]
+fn canceled_generation_leaves_the_graph_usable(name: &'static str) {
+    let model = GraphModel::new(name);
+    let engine = model.graph();
+    for tokens in 0..8 {
+        let options = GenerateOptions { ignore_eos: true, ..greedy() };
+        let mut stream = engine.complete_ids(&model.prompt, options).unwrap();
+        for _ in 0..tokens {
+            stream.next_blocking().unwrap().unwrap();
         }
-        let idle = stats_when_idle(&engine);
-        assert_eq!((idle.running, idle.waiting, idle.ended, idle.failed), (0, 0, 16, 0), "{name}");
-        assert!(idle.canceled > 0, "{name}: every request ended before it was canceled");
+        drop(stream);
+        // Queued steps of a canceled request may still write to positions after its last token.
+        let next = [&model.prompt[..], &[tokens, 7]].concat();
+        let answer = generate(&engine, &next, SamplingParams::greedy(), 6);
+        assert_greedy(&engine, &next, &answer.tokens);
     }
+    let idle = stats_when_idle(&engine);
+    assert_eq!((idle.running, idle.waiting, idle.ended, idle.failed), (0, 0, 16, 0));
+    assert!(idle.canceled > 0, "every request ended before it was canceled");
 }
 
-#[test(gpu)]
-fn batches_continue_prompts_with_greedy_tokens() {
-    for name in GRAPH_MODELS {
-        let model = GraphModel::new(name);
-        let builder = Engine::builder(&model.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
-        let engine = builder.context(120).chunk(64).sequences(8).load().unwrap();
-        let prompts = different_prompts(&engine, 21, 80);
-        // The batch shrinks as requests end, so the test runs the batch graphs of several batch sizes.
-        let answers = generate_at_once(&engine, &prompts, &SamplingParams::greedy(), 24);
-        for (prompt, answer) in prompts.iter().zip(&answers) {
-            assert_eq!(answer.tokens.len(), 24, "{name}");
-            assert_greedy(&engine, prompt, &answer.tokens);
-        }
-        // With a top-k of 1, the sampling kernel must also choose the most likely tokens.
-        let sampled = SamplingParams { temperature: 1.0, top_k: 1, seed: 5, ..SamplingParams::greedy() };
-        for (prompt, answer) in prompts.iter().zip(generate_at_once(&engine, &prompts, &sampled, 24)) {
-            assert_greedy(&engine, prompt, &answer.tokens);
-        }
-        let stats = stats_when_idle(&engine);
-        assert!(2 * stats.steps_queued_ahead > stats.steps, "{stats:?}");
+#[test(each = graph_models)]
+fn batches_continue_prompts_with_greedy_tokens(name: &'static str) {
+    let model = GraphModel::new(name);
+    let builder = Engine::builder(&model.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
+    let engine = builder.context(120).chunk(64).sequences(8).load().unwrap();
+    let prompts = different_prompts(&engine, 21, 80);
+    // The batch shrinks as requests end, so the test runs the batch graphs of several batch sizes.
+    let answers = generate_at_once(&engine, &prompts, &SamplingParams::greedy(), 24);
+    for (prompt, answer) in prompts.iter().zip(&answers) {
+        assert_eq!(answer.tokens.len(), 24);
+        assert_greedy(&engine, prompt, &answer.tokens);
     }
+    // With a top-k of 1, the sampling kernel must also choose the most likely tokens.
+    let sampled = SamplingParams { temperature: 1.0, top_k: 1, seed: 5, ..SamplingParams::greedy() };
+    for (prompt, answer) in prompts.iter().zip(generate_at_once(&engine, &prompts, &sampled, 24)) {
+        assert_greedy(&engine, prompt, &answer.tokens);
+    }
+    let stats = stats_when_idle(&engine);
+    assert!(2 * stats.steps_queued_ahead > stats.steps, "{stats:?}");
 }
 
 #[test(gpu)]
 fn many_requests_leave_gpu_memory_flat() {
-    let model = GraphModel::new(GRAPH_MODELS[0]);
+    let model = GraphModel::new("mistral");
     let builder = Engine::builder(&model.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
     let engine = builder.context(120).chunk(64).sequences(8).load().unwrap();
     let used_bytes = || {
