@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use super::harmony::{self, HarmonyTokens};
 use super::harmony_parser::HarmonyParser;
 use super::message::Message;
-use super::parser::{Parser, ParserKind};
+use super::parser::{AnswerParser, ParserKind};
 use super::rendered::{RenderOptions, Rendered};
 use super::tagged_parser::TaggedParser;
 use super::template::{SpecialToken, Template};
@@ -123,8 +123,8 @@ impl ChatFormat {
     }
 
     /// Returns a parser for the text generated after `prompt`.
-    pub fn parser(&self, prompt: &Rendered) -> Parser {
-        Parser::new(match self {
+    pub fn parser(&self, prompt: &Rendered) -> AnswerParser {
+        AnswerParser::new(match self {
             ChatFormat::Harmony(tokens) => ParserKind::Harmony(Box::new(HarmonyParser::new(*tokens))),
             ChatFormat::Template(_) => ParserKind::Tagged(Box::new(TaggedParser::new(&prompt.text))),
         })

@@ -36,7 +36,7 @@ pub use channel::{Channel, Delta};
 pub use format::{ChatFormat, TemplateFormat};
 pub use harmony::{HarmonyTokens, harmony_recipient};
 pub use message::{Message, ReasoningEffort, Role, ToolCall};
-pub use parser::Parser;
+pub use parser::AnswerParser;
 pub use rendered::{Render, RenderOptions, Rendered, today};
 pub use tagged_call::{LLAMA_CALLS, MISTRAL_CALLS};
 pub use tagged_parser::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};

@@ -14,7 +14,7 @@ use crate::tokenizer::Tokenizer;
 /// A parser of harmony output, or of output with tags such as `<think>`.
 ///
 /// `push` and `finish` take the tokenizer, so that one struct can own both the parser and the tokenizer.
-pub struct Parser(ParserKind);
+pub struct AnswerParser(ParserKind);
 
 /// The parser for one of the two kinds of chat format.
 pub enum ParserKind {
@@ -22,7 +22,7 @@ pub enum ParserKind {
     Tagged(Box<TaggedParser>),
 }
 
-impl Parser {
+impl AnswerParser {
     pub(super) fn new(kind: ParserKind) -> Self {
         Self(kind)
     }

@@ -58,8 +58,8 @@ pub use fault::{Fault, FaultTime, PlannedFault};
 pub use handle::{Divergence, EngineHandle, MAX_LOGPROBS, ReplayedToken, RequestPreview};
 pub use loading::{LoadOptions, LoadTimes, MemoryLimit, ModelInfo, memory};
 pub use requests::{
-    AnswerProgress, EngineRecord, Event, Events, FinishReason, GenerateOptions, GenerationRecord, Prompt,
-    RecordedAnswer, RecordedRequest, Request, RequestRecord, RequestStream, ScoredPrompt, StopStrings, Summary,
+    AnswerProgress, BlockingEvents, EngineRecord, Event, FinishReason, GenerateOptions, GenerationRecord, Prompt,
+    RecordedAnswer, RecordedRequest, Request, RequestRecord, RequestStream, ScoredPrompt, StopFilter, Summary,
 };
 pub use sampling::SamplingParams;
 
@@ -90,17 +90,17 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Returns a builder for an engine with the model at the path `dir`: a snapshot directory or a GGUF file.
-    pub fn builder<'o>(dir: impl AsRef<Path>) -> EngineBuilder<'o> {
-        EngineBuilder { dir: dir.as_ref().to_path_buf(), options: LoadOptions::default() }
+    /// Returns a builder for an engine with the model at `path`, which is a snapshot directory or a GGUF file.
+    pub fn builder<'o>(path: impl AsRef<Path>) -> EngineBuilder<'o> {
+        EngineBuilder { path: path.as_ref().to_path_buf(), options: LoadOptions::default() }
     }
 
-    /// Loads the model at the path `dir`, a snapshot directory or a GGUF file, and starts the engine thread.
+    /// Loads the model at `path`, which is a snapshot directory or a GGUF file, and starts the engine thread.
     ///
     /// If the architecture is not supported, or if the memory plan exceeds the free memory or the memory limit, fails
     /// before any memory is allocated for the model.
-    pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
-        let model = loading::load(dir, options)?;
+    pub fn load(path: &Path, options: &LoadOptions) -> Result<Self> {
+        let model = loading::load(path, options)?;
         let (commands, receiver) = mpsc::channel();
         let counters = Arc::new(Counters::default());
         let failure = Arc::new(RankFailure::default());
@@ -159,7 +159,7 @@ impl Drop for Engine {
 
 /// A builder for an [`Engine`], created by [`Engine::builder`]. Each method sets a field of [`LoadOptions`].
 pub struct EngineBuilder<'o> {
-    dir: PathBuf,
+    path: PathBuf,
     options: LoadOptions<'o>,
 }
 
@@ -273,6 +273,6 @@ impl<'o> EngineBuilder<'o> {
 
     /// Loads the model and starts the engine thread. See [`Engine::load`] for errors.
     pub fn load(self) -> Result<Engine> {
-        Engine::load(&self.dir, &self.options)
+        Engine::load(&self.path, &self.options)
     }
 }

@@ -26,7 +26,9 @@ use super::engine_loop::{Counters, EngineCommand, EngineHistograms, EngineStats,
 use super::fault::Fault;
 use super::loading::ModelInfo;
 use super::rank_failure::RankFailure;
-use super::requests::{GenerateOptions, Output, Prompt, Request, RequestRecord, RequestStream, ScoredPrompt, Sequence};
+use super::requests::{
+    AnswerDecoder, GenerateOptions, Prompt, Request, RequestRecord, RequestStream, ScoredPrompt, Sequence,
+};
 use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
@@ -111,43 +113,43 @@ impl EngineHandle {
         Self::check_answer_count(n)?;
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
         let mut chat = None;
-        let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
+        let (ids, decoders): (Vec<u32>, Vec<AnswerDecoder>) = match request.prompt {
             Prompt::Chat { messages, render } => {
                 let (rendered, format) = (self.render(&messages, &render)?, language.chat_format()?);
                 // Given tools, some parsers read plain text as a tool call. Text that matches a grammar must stay text.
                 let has_grammar = options.constraint.as_ref().is_some_and(|constraint| constraint.answer.is_some());
                 let tools = if has_grammar { &[] } else { &render.tools[..] };
                 let parser = || format.parser(&rendered).with_tools(&language.tokenizer, tools);
-                let output = |_| Output::chat(language.clone(), parser(), &options);
-                let outputs = (0..n).map(output).collect();
+                let decoder = |_| AnswerDecoder::chat(language.clone(), parser(), &options);
+                let decoders = (0..n).map(decoder).collect();
                 let has_generation_prompt = render.add_generation_prompt;
                 chat = Some(ChatPrompt { text: rendered.text, has_generation_prompt });
-                (rendered.ids, outputs)
+                (rendered.ids, decoders)
             }
             Prompt::Text(text) => {
-                self.check_text(text.len())?;
+                self.check_prompt_bytes(text.len())?;
                 let ids = language.tokenizer.encode(&text, ControlTokens::Default)?;
-                let outputs = (0..n).map(|_| Output::raw(language.clone(), &ids, &options)).collect();
-                (ids, outputs)
+                let decoders = (0..n).map(|_| AnswerDecoder::raw(language.clone(), &ids, &options)).collect();
+                (ids, decoders)
             }
             Prompt::Ids(ids) => {
-                let outputs = (0..n).map(|_| Output::raw(language.clone(), &ids, &options)).collect();
-                (ids, outputs)
+                let decoders = (0..n).map(|_| AnswerDecoder::raw(language.clone(), &ids, &options)).collect();
+                (ids, decoders)
             }
         };
-        self.submit_ids(ids, chat, outputs, options, submitted)
+        self.submit_ids(ids, chat, decoders, options, submitted)
     }
 
-    /// Queues a request whose prompt is already encoded. Creates one sequence and one stream for each of `outputs`.
+    /// Queues a request whose prompt is already encoded. Creates one sequence and one stream for each of `decoders`.
     pub(super) fn submit_ids(
         &self,
         ids: Vec<u32>,
         chat: Option<ChatPrompt>,
-        outputs: Vec<Output>,
+        decoders: Vec<AnswerDecoder>,
         mut options: GenerateOptions,
         submitted: Instant,
     ) -> Result<Vec<RequestStream>> {
-        self.check(&ids, &options)?;
+        self.check_request(&ids, &options)?;
         let counters = &self.shared.counters;
         if counters.is_draining.load(Ordering::Relaxed) {
             return Err(Error::Draining.into());
@@ -157,9 +159,9 @@ impl EngineHandle {
         let constraint = self.prepare_constraint(&mut options, chat)?;
         let mut request =
             PreparedRequest { prompt: Arc::new(ids), prompt_segments, options, constraint, record, submitted };
-        let mut answers = Vec::with_capacity(outputs.len());
-        for output in outputs {
-            answers.push(self.create_answer(&request, output));
+        let mut answers = Vec::with_capacity(decoders.len());
+        for decoder in decoders {
+            answers.push(self.create_answer(&request, decoder));
             request.options.sampling.seed = request.options.sampling.seed.wrapping_add(1);
         }
         let (sequences, streams): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
@@ -173,7 +175,7 @@ impl EngineHandle {
 
     /// Creates the sequence and the event stream of one answer. If the model runs on several ranks, registers the
     /// sequence, so that its client learns if a rank fails.
-    fn create_answer(&self, request: &PreparedRequest, output: Output) -> (Sequence, RequestStream) {
+    fn create_answer(&self, request: &PreparedRequest, decoder: AnswerDecoder) -> (Sequence, RequestStream) {
         let PreparedRequest { prompt, prompt_segments, options, constraint, record, submitted } = request;
         let (sender, events) = unbounded_channel();
         if self.info().ranks > 1 {
@@ -186,7 +188,7 @@ impl EngineHandle {
         }
         let client_end = sequence.client_end().clone();
         let scored_prompt = |top| ScoredPrompt { tokens: prompt.to_vec(), top, logprobs: Vec::new() };
-        let stream = RequestStream::new(events, output, options, prompt.len(), self.info(), *submitted, client_end)
+        let stream = RequestStream::new(events, decoder, options, prompt.len(), self.info(), *submitted, client_end)
             .with_record(record.clone())
             .with_scored_prompt(options.prompt_logprobs.map(scored_prompt));
         (sequence, stream)
@@ -223,7 +225,7 @@ impl EngineHandle {
         match prompt {
             Prompt::Chat { messages, render } => Ok(self.render(&messages, &render)?.ids),
             Prompt::Text(text) => {
-                self.check_text(text.len())?;
+                self.check_prompt_bytes(text.len())?;
                 self.tokenizer().encode(&text, ControlTokens::Default)
             }
             Prompt::Ids(ids) => Ok(ids),
@@ -235,7 +237,7 @@ impl EngineHandle {
     /// Fails if the model has no chat format, or if the format cannot render the conversation.
     /// Fails with [`Error::PromptTooLong`], before rendering, if the conversation is far longer than the context.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        self.check_text(messages.iter().map(Message::text_bytes).sum())?;
+        self.check_prompt_bytes(messages.iter().map(Message::text_bytes).sum())?;
         self.shared.language.render(messages, options)
     }
 

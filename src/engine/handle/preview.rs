@@ -28,7 +28,7 @@ impl EngineHandle {
         Self::check_answer_count(answers)?;
         let ids = self.encode(request.prompt)?;
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.defaults().clone()));
-        self.check(&ids, &options)?;
+        self.check_request(&ids, &options)?;
         let prompt_tokens = ids.len();
         let prompt_segments = self.request_segments(&options)?;
         let max_tokens = options.max_tokens.unwrap_or(usize::MAX).min(self.context() - prompt_tokens);

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 
 use super::EngineHandle;
-use crate::engine::requests::{GenerateOptions, Output, RecordedAnswer, RequestRecord};
+use crate::engine::requests::{AnswerDecoder, GenerateOptions, RecordedAnswer, RequestRecord};
 
 /// A token of a recorded or replayed answer, and its log probability if the request asked for log probabilities.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,9 +41,9 @@ impl EngineHandle {
         options.constraint = request.constraint.clone();
         options.ignore_eos = request.ignore_eos;
         options.deterministic = request.deterministic;
-        let output = Output::raw(self.shared_language(), &request.prompt, &options);
+        let decoder = AnswerDecoder::raw(self.shared_language(), &request.prompt, &options);
         let chat = request.chat.clone();
-        let mut streams = self.submit_ids(request.prompt.clone(), chat, vec![output], options, Instant::now())?;
+        let mut streams = self.submit_ids(request.prompt.clone(), chat, vec![decoder], options, Instant::now())?;
         let mut events = streams.remove(0).into_iter();
         for (index, &id) in answer.tokens.iter().enumerate() {
             let event = events.next().transpose()?;

@@ -21,7 +21,7 @@ const MAX_ANSWERS: usize = 128;
 
 impl EngineHandle {
     /// Checks the prompt's length and token ids, and that the options are in range.
-    pub(super) fn check(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
+    pub(super) fn check_request(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
         self.check_options(options)?;
         if ids.is_empty() {
             bail!("cannot generate text: the prompt is empty");
@@ -57,7 +57,7 @@ impl EngineHandle {
     }
 
     /// Fails if the text of a prompt is far too long for the context, to avoid the cost of encoding the text.
-    pub(crate) fn check_text(&self, prompt_bytes: usize) -> Result<()> {
+    pub(crate) fn check_prompt_bytes(&self, prompt_bytes: usize) -> Result<()> {
         let context_tokens = self.context();
         if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {
             return Err(Error::PromptTooLong { prompt_bytes, context_tokens }.into());

@@ -12,14 +12,15 @@ use super::request::FinishReason;
 /// The engine reads the value after the channel has closed or the client has set its cancel flag.
 #[derive(Default)]
 pub struct ClientEnd {
-    is_complete: AtomicBool,
+    /// Whether the client has all it needs of the answer.
+    is_stopped: AtomicBool,
     at: OnceLock<Instant>,
 }
 
 impl ClientEnd {
-    /// Records that the client has the complete answer.
-    pub fn complete(&self) {
-        self.is_complete.store(true, Ordering::Release);
+    /// Records that the client has all it needs of the answer.
+    pub fn stop(&self) {
+        self.is_stopped.store(true, Ordering::Release);
     }
 
     /// Records the current time as the end of the sequence. Later calls do nothing.
@@ -27,9 +28,9 @@ impl ClientEnd {
         self.at.get_or_init(Instant::now);
     }
 
-    /// Returns `Stop` if the client has the complete answer, or else `Canceled`.
+    /// Returns `Stop` after a call of [`stop`](Self::stop), or else `Canceled`.
     pub fn reason(&self) -> FinishReason {
-        if self.is_complete.load(Ordering::Acquire) { FinishReason::Stop } else { FinishReason::Canceled }
+        if self.is_stopped.load(Ordering::Acquire) { FinishReason::Stop } else { FinishReason::Canceled }
     }
 
     /// Returns the time since the client ended the sequence.

@@ -5,13 +5,13 @@
 //! - `outbox`: the events that the engine thread sends to the client
 //! - `client_end`: how and when the client ended the sequence
 //! - `stream`: the answer on the client's thread; `event`: what the stream returns
-//! - `output`: turns the tokens of an answer into text; `stop`: finds stop strings
+//! - `answer_decoder`: turns the tokens of an answer into text; `stop`: finds stop strings
 //! - `record`: records of requests and answers, from which the answers can be recomputed
 
+mod answer_decoder;
 mod client_end;
 mod event;
 mod outbox;
-mod output;
 mod prompt_scores;
 mod record;
 mod request;
@@ -19,13 +19,13 @@ mod sequence;
 mod stop;
 mod stream;
 
+pub use answer_decoder::AnswerDecoder;
 pub use client_end::ClientEnd;
 pub use event::{AnswerProgress, Event, ScoredPrompt, Summary};
 pub use outbox::{Outbox, SequenceEvent};
-pub use output::Output;
 pub use prompt_scores::PromptScores;
 pub use record::{EngineRecord, GenerationRecord, RecordedAnswer, RecordedRequest, RequestRecord};
 pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sequence::Sequence;
-pub use stop::StopStrings;
-pub use stream::{Events, RequestStream};
+pub use stop::StopFilter;
+pub use stream::{BlockingEvents, RequestStream};

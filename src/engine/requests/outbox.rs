@@ -8,7 +8,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::request::FinishReason;
 use crate::runner::{ChosenToken, TokenLogprobs};
 
-/// A message to the client of a sequence. The engine thread sends all messages, with one exception:
+/// An event of a sequence, for its client. The engine thread sends all events, with one exception:
 /// after one of several devices has failed, any thread can send `Failed` (see `rank_failure.rs`).
 #[derive(Debug)]
 pub enum SequenceEvent {

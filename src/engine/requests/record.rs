@@ -56,6 +56,7 @@ pub struct EngineRecord {
     pub deterministic: bool,
 }
 
+/// A request of the engine, and its answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RecordedRequest {
     pub request: RequestRecord,
@@ -131,6 +132,7 @@ impl RecordedRequest {
 }
 
 impl EngineRecord {
+    /// Describes an engine and this build.
     pub fn new(info: &ModelInfo) -> Self {
         Self {
             build: BUILD.to_string(),

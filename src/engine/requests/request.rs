@@ -158,7 +158,7 @@ impl GenerateOptions {
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
     /// A stop token or a stop string was generated, or the client called
-    /// [`RequestStream::complete`](super::RequestStream::complete).
+    /// [`RequestStream::stop`](super::RequestStream::stop).
     Stop,
     /// The answer has `max_tokens` tokens, or the context is full.
     Length,

@@ -1,7 +1,7 @@
-//! [`StopStrings`]: finds stop strings in streamed text, even if they span several tokens.
+//! [`StopFilter`]: ends streamed text at the first stop string, even if it spans several tokens.
 
 /// A filter that ends streamed text at the first stop string. It holds back text that may begin a stop string.
-pub struct StopStrings {
+pub struct StopFilter {
     stops: Vec<String>,
     held: String,
     /// The number of bytes at the start of `held` in which a stop string can begin, but must not end.
@@ -11,7 +11,7 @@ pub struct StopStrings {
     found: Option<usize>,
 }
 
-impl StopStrings {
+impl StopFilter {
     /// Creates a filter for `stops`. Ignores empty strings, which would match before the first character.
     pub fn new(stops: &[String]) -> Self {
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();

@@ -11,10 +11,10 @@ use anyhow::{Result, anyhow};
 use futures_core::Stream;
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::answer_decoder::AnswerDecoder;
 use super::client_end::ClientEnd;
 use super::event::{AnswerProgress, Event, ScoredPrompt, Summary};
 use super::outbox::SequenceEvent;
-use super::output::Output;
 use super::record::RequestRecord;
 use super::request::{FinishReason, GenerateOptions};
 use crate::chat::{FormatViolations, ToolCall};
@@ -31,7 +31,7 @@ use crate::runner::{ChosenToken, ExecutionMode};
 /// Other answers to the same request continue.
 pub struct RequestStream {
     events: UnboundedReceiver<SequenceEvent>,
-    output: Output,
+    decoder: AnswerDecoder,
     cancel: Option<Arc<AtomicBool>>,
     /// Tells the engine how and when this stream ended the answer.
     client_end: Arc<ClientEnd>,
@@ -53,7 +53,7 @@ pub struct RequestStream {
 impl RequestStream {
     pub(in crate::engine) fn new(
         events: UnboundedReceiver<SequenceEvent>,
-        output: Output,
+        decoder: AnswerDecoder,
         options: &GenerateOptions,
         prompt_tokens: usize,
         info: &ModelInfo,
@@ -62,7 +62,7 @@ impl RequestStream {
     ) -> Self {
         Self {
             events,
-            output,
+            decoder,
             cancel: options.cancel.clone(),
             client_end,
             prompt_tokens,
@@ -127,12 +127,13 @@ impl RequestStream {
         self.finish_as(FinishReason::Canceled);
     }
 
-    /// Ends the answer because the caller needs no more of it. The answer does not count as canceled.
+    /// Ends the answer because the caller needs no more of it. Unlike with [`cancel`](Self::cancel), the answer counts as
+    /// complete.
     ///
     /// Unless the answer has already ended, its finish reason is [`FinishReason::Stop`],
     /// or [`FinishReason::ToolCalls`] if the answer has tool calls.
-    pub fn complete(&mut self) {
-        self.client_end.complete();
+    pub fn stop(&mut self) {
+        self.client_end.stop();
         self.finish_as(FinishReason::Stop);
     }
 
@@ -140,12 +141,12 @@ impl RequestStream {
     /// In harmony, every call has a name.
     /// In other chat formats, an incomplete or invalid call has no name, and its arguments are its whole text.
     pub fn tool_calls(&self) -> &[ToolCall] {
-        self.output.tool_calls()
+        self.decoder.tool_calls()
     }
 
     /// Returns the stop string that ended the answer, or `None` if no stop string was found.
     pub fn stop_string(&self) -> Option<&str> {
-        self.output.stop_string()
+        self.decoder.stop_string()
     }
 
     /// Returns the length in bytes of the text that the model has generated on the answer channel so far.
@@ -153,12 +154,12 @@ impl RequestStream {
     /// The text of the events is the beginning of this text. The rest is held back, because it may begin a stop string,
     /// or is the stop string that ended the answer and the text after it.
     pub fn answer_bytes(&self) -> usize {
-        self.output.answer_bytes()
+        self.decoder.answer_bytes()
     }
 
     /// Returns how often the model has violated its chat format so far, by kind.
     pub fn violations(&self) -> FormatViolations {
-        self.output.violations()
+        self.decoder.violations()
     }
 
     /// Returns the token counts and the time to first token so far.
@@ -174,7 +175,7 @@ impl RequestStream {
     /// Returns the summary so far, which is final once the stream has ended.
     /// The finish reason is [`FinishReason::Canceled`] until the answer has ended, and after an error.
     pub fn summary(&self) -> Summary {
-        let tool_calls = self.output.tool_calls().to_vec();
+        let tool_calls = self.decoder.tool_calls().to_vec();
         let finish_reason = match self.finish.unwrap_or(FinishReason::Canceled) {
             FinishReason::Stop if !tool_calls.is_empty() => FinishReason::ToolCalls,
             other => other,
@@ -205,7 +206,7 @@ impl RequestStream {
         }
         self.finish?;
         self.has_ended = true;
-        let deltas = self.output.finish();
+        let deltas = self.decoder.finish();
         Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) }))
     }
 
@@ -216,8 +217,8 @@ impl RequestStream {
         self.events.close();
     }
 
-    /// Updates the stream with a message from the engine, or with `None` if the engine has closed the channel.
-    /// Returns the event or the error for the caller, if any.
+    /// Updates the stream with an event of its sequence, or with `None` if the engine has closed the channel.
+    /// Returns the event of the stream or the error for the caller, if any.
     fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
         let result = match event {
             Some(SequenceEvent::Started { cached_tokens, at }) => {
@@ -238,14 +239,14 @@ impl RequestStream {
                 self.generated += 1;
                 self.last_token = at;
                 self.first_token.get_or_insert(at);
-                let is_requested_stop = self.output.is_requested_stop(id);
-                self.output.push(id).map(|deltas| Event::Token { id, deltas, logprobs, is_requested_stop })
+                let is_requested_stop = self.decoder.is_requested_stop(id);
+                self.decoder.push(id).map(|deltas| Event::Token { id, deltas, logprobs, is_requested_stop })
             }
             Some(SequenceEvent::Failed(error)) => Err(error),
             None => Err(anyhow!("cannot complete the answer: the engine stopped")),
         };
-        if self.output.is_stopped() {
-            self.complete();
+        if self.decoder.is_stopped() {
+            self.stop();
         }
         if result.is_err() {
             self.finish_as(FinishReason::Canceled);
@@ -283,9 +284,9 @@ impl Stream for RequestStream {
 }
 
 /// A blocking iterator over an owned or borrowed [`RequestStream`].
-pub struct Events<S>(S);
+pub struct BlockingEvents<S>(S);
 
-impl<S: BorrowMut<RequestStream>> Iterator for Events<S> {
+impl<S: BorrowMut<RequestStream>> Iterator for BlockingEvents<S> {
     type Item = Result<Event>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -295,18 +296,18 @@ impl<S: BorrowMut<RequestStream>> Iterator for Events<S> {
 
 impl IntoIterator for RequestStream {
     type Item = Result<Event>;
-    type IntoIter = Events<RequestStream>;
+    type IntoIter = BlockingEvents<RequestStream>;
 
     fn into_iter(self) -> Self::IntoIter {
-        Events(self)
+        BlockingEvents(self)
     }
 }
 
 impl<'s> IntoIterator for &'s mut RequestStream {
     type Item = Result<Event>;
-    type IntoIter = Events<&'s mut RequestStream>;
+    type IntoIter = BlockingEvents<&'s mut RequestStream>;
 
     fn into_iter(self) -> Self::IntoIter {
-        Events(self)
+        BlockingEvents(self)
     }
 }

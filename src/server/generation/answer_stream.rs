@@ -37,7 +37,7 @@ impl AnswerStream {
         };
         let update = self.choice.push(event, self.stream.tool_calls(), self.stream.answer_bytes(), tokenizer);
         if update.is_complete {
-            self.stream.complete();
+            self.stream.stop();
         }
         (self.summary, self.finish) = (summary, update.finish);
         update

@@ -64,7 +64,7 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static st
             ControlTokens::Parse
         };
         let encode: EncodeInput = Box::new(move |engine| {
-            engine.check_text(prompt.len())?;
+            engine.check_prompt_bytes(prompt.len())?;
             engine.tokenizer().encode(&prompt, controls)
         });
         return Ok(("prompt", encode));

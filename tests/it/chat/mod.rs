@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use inferno::chat::{
-    Channel, ChatFormat, Delta, FormatViolation, FormatViolations, Message, Parser, ReasoningEffort, RenderOptions,
-    Rendered, ToolCall,
+    AnswerParser, Channel, ChatFormat, Delta, FormatViolation, FormatViolations, Message, ReasoningEffort,
+    RenderOptions, Rendered, ToolCall,
 };
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use serde_json::{Value, json};
@@ -118,7 +118,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
     parse_with(format.parser(&Rendered { ids: Vec::new(), text: prompt.into() }), tokenizer, ids)
 }
 
-fn parse_with(mut parser: Parser, tokenizer: &Tokenizer, ids: &[u32]) -> Parsed {
+fn parse_with(mut parser: AnswerParser, tokenizer: &Tokenizer, ids: &[u32]) -> Parsed {
     let mut deltas: Vec<(Channel, String)> = Vec::new();
     let mut take = |new: Vec<Delta>| {
         for Delta { channel, text } in new {

@@ -115,7 +115,7 @@ fn llama_tokenizer() -> Tokenizer {
 }
 
 /// Returns a parser for the answer to a request with the tools `f` and `get_weather`.
-fn with_tools(tokenizer: &Tokenizer) -> Parser {
+fn with_tools(tokenizer: &Tokenizer) -> AnswerParser {
     let tools = ["f", "get_weather"].map(|name| json!({ "type": "function", "function": { "name": name } }));
     let prompt = Rendered { ids: Vec::new(), text: String::new() };
     format(tokenizer).parser(&prompt).with_tools(tokenizer, &tools)
@@ -171,7 +171,7 @@ fn other_answers_in_json_are_text() {
         " \n".into(),
     ];
     let tokenizer = llama_tokenizer();
-    let check = |parser: Parser, tokenizer: &Tokenizer, text: &str| {
+    let check = |parser: AnswerParser, tokenizer: &Tokenizer, text: &str| {
         let parsed = parse_with(parser, tokenizer, &tokenizer.encode(text, ControlTokens::Text).unwrap());
         assert_eq!((parsed.answer().as_str(), parsed.tool_calls.len()), (text, 0), "{text}");
         assert_eq!(parsed.format_violations, 0, "{text}");

@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 
 use inferno::SamplingParams;
-use inferno::engine::StopStrings;
+use inferno::engine::StopFilter;
 use inferno::engine::sampling::{Sampler, candidates};
 
 use crate::support::engine::sampling;
@@ -113,7 +113,7 @@ fn penalties_change_logits_by_their_definitions() {
 fn stop_strings_are_found_across_token_borders() {
     let run = |stops: &[&str], pieces: &[&str]| {
         let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
-        let mut matcher = StopStrings::new(&stops);
+        let mut matcher = StopFilter::new(&stops);
         let shown: Vec<String> = pieces.iter().map(|piece| matcher.push(piece)).collect();
         (shown.concat(), matcher.finish(), matcher.is_stopped())
     };
@@ -131,7 +131,7 @@ fn stop_strings_are_not_found_in_unsearched_text() {
     // A `~` marks text that is not searched for stop strings.
     let run = |stops: &[&str], pieces: &[&str]| {
         let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
-        let mut matcher = StopStrings::new(&stops);
+        let mut matcher = StopFilter::new(&stops);
         let push = |piece: &&str| match piece.strip_prefix('~') {
             Some(piece) => matcher.push_unsearched(piece),
             None => matcher.push(piece),

@@ -101,13 +101,13 @@ fn canceled_prefill_stops_at_the_next_chunk() {
 }
 
 #[test]
-fn a_completed_generation_does_not_count_as_canceled() {
+fn a_stopped_generation_does_not_count_as_canceled() {
     let engine = demo(4096);
-    for (complete, reason, canceled) in [(true, FinishReason::Stop, 0), (false, FinishReason::Canceled, 1)] {
+    for (is_stopped, reason, canceled) in [(true, FinishReason::Stop, 0), (false, FinishReason::Canceled, 1)] {
         let mut stream = endless(&engine, None);
         stream.next_blocking().unwrap().unwrap();
-        if complete {
-            stream.complete()
+        if is_stopped {
+            stream.stop()
         } else {
             stream.cancel()
         }
@@ -120,7 +120,7 @@ fn a_completed_generation_does_not_count_as_canceled() {
 }
 
 #[test]
-fn a_request_that_completes_before_it_starts_does_not_count_as_canceled() {
+fn a_request_that_is_stopped_before_it_starts_does_not_count_as_canceled() {
     let engine = demo(1024);
     let (started, is_started) = mpsc::channel();
     let (release, is_released) = mpsc::channel();
@@ -135,7 +135,7 @@ fn a_request_that_completes_before_it_starts_does_not_count_as_canceled() {
     is_started.recv().unwrap();
     // The engine thread receives the request only after the call.
     let mut stream = endless(&engine, None);
-    stream.complete();
+    stream.stop();
     release.send(()).unwrap();
     call.join().unwrap();
     let idle = stats_when_idle(&engine);

@@ -1,20 +1,20 @@
-//! [`Output`]: turns generated tokens into text, on the thread that reads the `RequestStream`.
+//! [`AnswerDecoder`]: turns generated tokens into text, on the thread that reads the `RequestStream`.
 
 use std::sync::Arc;
 
 use anyhow::Result;
 
 use super::request::GenerateOptions;
-use super::stop::StopStrings;
-use crate::chat::{Channel, Delta, FormatViolations, Parser, ToolCall};
+use super::stop::StopFilter;
+use crate::chat::{AnswerParser, Channel, Delta, FormatViolations, ToolCall};
 use crate::language::Language;
 use crate::tokenizer::TextStream;
 
 /// Turns the tokens of one answer into text, split into channels. Ends the answer at the first stop string.
-pub struct Output {
+pub struct AnswerDecoder {
     language: Arc<Language>,
-    reader: OutputReader,
-    stop: StopStrings,
+    decoder: TokenDecoder,
+    stop: StopFilter,
     /// The number of tokens added so far.
     tokens: usize,
     /// See [`answer_bytes`](Self::answer_bytes).
@@ -26,29 +26,29 @@ pub struct Output {
 }
 
 /// A decoder for generated tokens, with or without a chat format.
-enum OutputReader {
+enum TokenDecoder {
     /// A parser that separates reasoning, answer and tool calls.
-    Chat(Box<Parser>),
+    Chat(Box<AnswerParser>),
     /// A decoder of plain text. All text is on the answer channel.
     Raw(TextStream),
 }
 
-impl Output {
-    /// Creates an output that parses the model's chat format.
-    pub fn chat(language: Arc<Language>, parser: Parser, options: &GenerateOptions) -> Self {
-        Self::new(language, OutputReader::Chat(Box::new(parser)), options)
+impl AnswerDecoder {
+    /// Creates a decoder that parses the model's chat format.
+    pub fn chat(language: Arc<Language>, parser: AnswerParser, options: &GenerateOptions) -> Self {
+        Self::new(language, TokenDecoder::Chat(Box::new(parser)), options)
     }
 
-    /// Creates an output that decodes the continuation of `prompt` as plain text.
+    /// Creates a decoder that decodes the continuation of `prompt` as plain text.
     pub fn raw(language: Arc<Language>, prompt: &[u32], options: &GenerateOptions) -> Self {
-        Self::new(language, OutputReader::Raw(TextStream::continuing(prompt)), options)
+        Self::new(language, TokenDecoder::Raw(TextStream::continuing(prompt)), options)
     }
 
-    fn new(language: Arc<Language>, reader: OutputReader, options: &GenerateOptions) -> Self {
+    fn new(language: Arc<Language>, decoder: TokenDecoder, options: &GenerateOptions) -> Self {
         let GenerateOptions { stop, stop_token_ids, ignore_eos, min_tokens, .. } = options;
-        let (stop, stop_token_ids) = (StopStrings::new(stop), stop_token_ids.clone());
+        let (stop, stop_token_ids) = (StopFilter::new(stop), stop_token_ids.clone());
         let (min_tokens, ignore_eos) = (*min_tokens, *ignore_eos);
-        Self { language, reader, stop, tokens: 0, answer_bytes: 0, min_tokens, stop_token_ids, ignore_eos }
+        Self { language, decoder, stop, tokens: 0, answer_bytes: 0, min_tokens, stop_token_ids, ignore_eos }
     }
 
     /// Adds a token. Returns the new text, but holds back text that is incomplete or may begin a stop string.
@@ -61,10 +61,10 @@ impl Output {
         }
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
         let calls = self.tool_calls().len();
-        let deltas = match &mut self.reader {
-            OutputReader::Chat(parser) => parser.push(&self.language.tokenizer, token)?,
-            OutputReader::Raw(_) if ends_text => Vec::new(),
-            OutputReader::Raw(stream) => answer(stream.push(&self.language.tokenizer, token)?),
+        let deltas = match &mut self.decoder {
+            TokenDecoder::Chat(parser) => parser.push(&self.language.tokenizer, token)?,
+            TokenDecoder::Raw(_) if ends_text => Vec::new(),
+            TokenDecoder::Raw(stream) => answer(stream.push(&self.language.tokenizer, token)?),
         };
         let mut deltas = self.until_stop(deltas);
         if self.tool_calls().len() > calls {
@@ -82,9 +82,9 @@ impl Output {
 
     /// Ends the text. Returns the text that was still held back.
     pub fn finish(&mut self) -> Result<Vec<Delta>> {
-        let held = match &mut self.reader {
-            OutputReader::Chat(parser) => parser.finish(&self.language.tokenizer)?,
-            OutputReader::Raw(stream) => answer(stream.finish(&self.language.tokenizer)?),
+        let held = match &mut self.decoder {
+            TokenDecoder::Chat(parser) => parser.finish(&self.language.tokenizer)?,
+            TokenDecoder::Raw(stream) => answer(stream.finish(&self.language.tokenizer)?),
         };
         let mut deltas = self.until_stop(held);
         deltas.extend(answer(self.stop.finish()));
@@ -109,17 +109,17 @@ impl Output {
 
     /// Returns the tool calls so far. Without a chat format, returns an empty list.
     pub fn tool_calls(&self) -> &[ToolCall] {
-        match &self.reader {
-            OutputReader::Chat(parser) => parser.tool_calls(),
-            OutputReader::Raw(_) => &[],
+        match &self.decoder {
+            TokenDecoder::Chat(parser) => parser.tool_calls(),
+            TokenDecoder::Raw(_) => &[],
         }
     }
 
     /// Returns how often the model has violated its chat format so far, by kind.
     pub fn violations(&self) -> FormatViolations {
-        match &self.reader {
-            OutputReader::Chat(parser) => parser.violations(),
-            OutputReader::Raw(_) => FormatViolations::default(),
+        match &self.decoder {
+            TokenDecoder::Chat(parser) => parser.violations(),
+            TokenDecoder::Raw(_) => FormatViolations::default(),
         }
     }
 
@@ -167,18 +167,18 @@ mod tests {
             let parser = language.chat_format().unwrap().parser(&prompt);
             let options =
                 GenerateOptions { stop: vec![stop.to_string()], ..GenerateOptions::new(SamplingParams::greedy()) };
-            let mut output = Output::chat(language.clone(), parser, &options);
+            let mut decoder = AnswerDecoder::chat(language.clone(), parser, &options);
             let mut text = String::new();
             for id in language.tokenizer.encode(generated, ControlTokens::Parse).unwrap() {
-                let had_call = !output.tool_calls().is_empty();
-                for delta in output.push(id).unwrap() {
+                let had_call = !decoder.tool_calls().is_empty();
+                for delta in decoder.push(id).unwrap() {
                     assert_eq!(delta.channel == Channel::ToolCall, had_call, "{stop:?}: {delta:?}");
                     text.push_str(&delta.text);
                 }
             }
-            assert!(output.finish().unwrap().is_empty());
+            assert!(decoder.finish().unwrap().is_empty());
             assert_eq!(text, "One moment.\n{\"q\": 1}", "{stop:?}");
-            assert_eq!(output.answer_bytes(), "One moment.\n".len());
+            assert_eq!(decoder.answer_bytes(), "One moment.\n".len());
         }
     }
 }
