@@ -1,6 +1,11 @@
 //! inferno runs open-weight language models on one or more NVIDIA GPUs.
 //!
 //! [`hub::Hub`] finds a model, [`Engine::builder`] loads it, and [`EngineHandle::submit`] generates an answer.
+//!
+//! ```no_run
+#![doc = include_str!("../examples/blocking.rs")]
+//! ```
+//!
 //! docs/library.md explains how to use the library, and the folder `examples/` has complete programs.
 //!
 //! # Stable API

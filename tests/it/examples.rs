@@ -1,4 +1,7 @@
 //! Runs the library examples, and checks that the Rust code in README.md is part of `blocking.rs`.
+//! `library_page` checks the code in docs/library.md.
+
+mod library_page;
 
 mod blocking {
     include!("../../examples/blocking.rs");
