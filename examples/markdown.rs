@@ -1,7 +1,8 @@
 //! Streams Markdown from standard input to the terminal, formatted as in the chat.
+//! Tests the chat's formatting without a model. It uses the internal module `terminal`, so do not copy it.
 //!
 //! Run: `cargo run --release --example markdown < README.md`.
-//! The optional argument is the number of four-character pieces per second [200].
+//! The optional argument is how many times per second four more characters arrive [200].
 
 use std::io::{Read, stdin, stdout};
 use std::time::Duration;

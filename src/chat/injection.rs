@@ -41,11 +41,16 @@ impl<'t> Marker<'t> {
         Ok(Self { tokenizer, mark, first_bytes })
     }
 
-    /// Returns `text` with a mark after the first character of every control token that is not in `allowed`.
+    /// Returns `text` with a mark after the first character of every control token.
     ///
     /// If `text` ends with the start of a control token, the result also has a mark at its end.
     /// If normalizing `text` would create control tokens, the result has a mark after every character.
-    pub fn mark(&self, text: &str, allowed: &[&str]) -> Result<String> {
+    pub fn mark(&self, text: &str) -> Result<String> {
+        self.mark_except(text, &[])
+    }
+
+    /// Like [`mark`](Self::mark), but the control tokens in `allowed` get no mark, and so stay control tokens.
+    pub fn mark_except(&self, text: &str, allowed: &[&str]) -> Result<String> {
         let mut out = String::with_capacity(text.len());
         if self.becomes_control(text)? {
             out.extend(text.chars().flat_map(|c| [c, self.mark]));

@@ -117,7 +117,7 @@ impl Template {
         let written = written.chain(options.template_variables.values().flat_map(strings_of));
         let written = written.chain(arguments.iter().flat_map(strings_of));
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
-        let mark = |value: &Json| map_strings(value, &|text| marker.mark(text, &[]));
+        let mark = |value: &Json| map_strings(value, &|text| marker.mark(text));
         // The names of template variables are not rendered, so they need no marks.
         let variables = options.template_variables.iter().map(|(name, value)| Ok((name.clone(), mark(value)?)));
         let inputs = Inputs { messages, tools: mark(&tools)?, variables: variables.collect::<Result<_>>()?, options };

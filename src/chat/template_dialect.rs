@@ -58,8 +58,8 @@ impl TemplateDialect {
     /// Omits optional fields without a value.
     pub fn message(&self, message: &Message, marker: &Marker, arguments: ArgumentForm) -> Result<Json> {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
-        let mark_content = |text: &str| marker.mark(text, allowed);
-        let mark = |text: &str| marker.mark(text, &[]);
+        let mark_content = |text: &str| marker.mark_except(text, allowed);
+        let mark = |text: &str| marker.mark(text);
         let role = match message.role {
             Role::Developer if !self.has_developer_role => Role::System,
             role => role,
@@ -88,7 +88,7 @@ impl TemplateDialect {
 
     /// Returns a tool call as the dictionary that templates expect, with marked control tokens.
     fn tool_call(&self, call: &ToolCall, marker: &Marker, arguments: ArgumentForm) -> Result<Json> {
-        let mark = |text: &str| marker.mark(text, &[]);
+        let mark = |text: &str| marker.mark(text);
         let mut dict = Map::new();
         if let Some(id) = &call.id {
             dict.insert("id".into(), json!(mark(&self.call_id(id))?));

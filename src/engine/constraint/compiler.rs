@@ -117,11 +117,13 @@ impl GrammarCompiler {
 
     fn compile_anew(&self, grammar: &Grammar) -> Result<Matcher> {
         if let GrammarKind::JsonSchema(schema) = &grammar.kind {
-            check_optional(&grammar.name, iter::once(schema))?;
+            check_optional_properties(&grammar.name, iter::once(schema))?;
         }
         let top_level = match &grammar.kind {
-            GrammarKind::JsonSchema(schema) => TopLevelGrammar::from_json_schema(with_options(schema)),
-            GrammarKind::JsonObject => TopLevelGrammar::from_json_schema(with_options(&json!({ "type": "object" }))),
+            GrammarKind::JsonSchema(schema) => TopLevelGrammar::from_json_schema(llguidance_schema(schema)),
+            GrammarKind::JsonObject => {
+                TopLevelGrammar::from_json_schema(llguidance_schema(&json!({ "type": "object" })))
+            }
             GrammarKind::Regex(regex) => TopLevelGrammar::from_regex(regex),
             GrammarKind::Choice(texts) if texts.is_empty() => {
                 return Err(invalid(&grammar.name, "expected at least one text"));
@@ -152,7 +154,7 @@ pub fn lark_string(text: &str) -> String {
 ///
 /// Replaces the options for llguidance in the schema (`x-guidance`), because some options make llguidance ignore
 /// keywords that it cannot enforce.
-pub fn with_options(schema: &Value) -> Value {
+pub fn llguidance_schema(schema: &Value) -> Value {
     let mut schema = match schema {
         Value::Bool(true) => json!({}),
         Value::Bool(false) => json!({ "enum": [] }),
@@ -184,7 +186,7 @@ fn optional_pairs(schema: &Value) -> usize {
 }
 
 /// Fails if the schemas together have too many optional properties. `name` is the part of the request at fault.
-pub fn check_optional<'s>(name: &str, schemas: impl Iterator<Item = &'s Value>) -> Result<()> {
+pub fn check_optional_properties<'s>(name: &str, schemas: impl Iterator<Item = &'s Value>) -> Result<()> {
     if schemas.map(optional_pairs).sum::<usize>() <= MAX_OPTIONAL.pow(2) {
         return Ok(());
     }

@@ -19,7 +19,7 @@ use std::fmt::Write;
 use anyhow::Result;
 use serde_json::json;
 
-use super::compiler::{check_optional, invalid, lark_string, with_options};
+use super::compiler::{check_optional_properties, invalid, lark_string, llguidance_schema};
 use super::context::ConstrainedRequest;
 use super::plan::{END, Free, NodeId, PlanGraph, PlanNode, TagEdge, TokenEdge, TokenListEdge, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
@@ -73,7 +73,7 @@ pub fn graph(request: &ConstrainedRequest, prompt: &str) -> Result<PlanGraph> {
         for arguments in constraint.tools.iter().filter_map(|tool| tool.arguments.as_ref()) {
             request.compiler.compile(arguments)?;
         }
-        check_optional("tools", constraint.tools.iter().filter_map(ToolGrammar::schema))?;
+        check_optional_properties("tools", constraint.tools.iter().filter_map(ToolGrammar::schema))?;
         let after = if constraint.can_call_in_parallel { to_tool.clone() } else { Vec::new() };
         nodes.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), all_to(&[tags.close], AFTER_TOOL))?);
         nodes.push(if constraint.is_required() {
@@ -140,7 +140,7 @@ fn tool_calls(tools: &[ToolGrammar]) -> Grammar {
     for (index, tool) in tools.iter().enumerate() {
         let head = format!("\n{{\"name\": {}, \"arguments\": ", json!(tool.name));
         let _ = writeln!(lark, "call{index}: {} arguments{index} {}", lark_string(&head), lark_string("}\n"));
-        let schema = with_options(tool.schema().unwrap_or(&json!({ "type": "object" })));
+        let schema = llguidance_schema(tool.schema().unwrap_or(&json!({ "type": "object" })));
         let _ = writeln!(lark, "arguments{index}: %json {schema}");
     }
     let named = tools.iter().find_map(|tool| tool.arguments.as_ref());

@@ -261,7 +261,7 @@ impl EngineHandle {
         self.submit(Request::ids(ids).options(options))
     }
 
-    /// Returns the properties of the loaded model.
+    /// Returns the properties of the loaded model, and the settings with which the engine runs it.
     pub fn info(&self) -> &ModelInfo {
         &self.shared.info
     }
@@ -286,7 +286,7 @@ impl EngineHandle {
         &self.shared.defaults
     }
 
-    /// Returns the context length in tokens.
+    /// Returns the context length: the maximum number of tokens in a sequence, prompt and answer together.
     pub fn context(&self) -> usize {
         self.shared.info.context
     }

@@ -127,8 +127,8 @@ impl RequestStream {
         self.finish_as(FinishReason::Canceled);
     }
 
-    /// Ends the answer because the caller needs no more of it. Unlike with [`cancel`](Self::cancel), the answer counts as
-    /// complete.
+    /// Ends the answer because the caller needs no more of it.
+    /// Unlike after [`cancel`](Self::cancel), the answer counts as complete.
     ///
     /// Unless the answer has already ended, its finish reason is [`FinishReason::Stop`],
     /// or [`FinishReason::ToolCalls`] if the answer has tool calls.
