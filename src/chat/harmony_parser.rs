@@ -48,7 +48,7 @@ enum HarmonyState {
 
 /// How a message ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Ending {
+enum MessageEnding {
     /// The message ended with `<|end|>`, `<|call|>` or `<|return|>`.
     Marked,
     /// The next message started, but the end token of this message is missing.
@@ -84,10 +84,10 @@ impl HarmonyParser {
         if id == tokens.start {
             let doubled = matches!(&self.state, HarmonyState::Header(header) if header.is_fresh());
             self.violations.add_if(doubled, FormatViolation::UnexpectedToken);
-            self.close(tokenizer, Ending::Missing, &mut out)?;
+            self.close(tokenizer, MessageEnding::Missing, &mut out)?;
             self.state = HarmonyState::Header(PartialHeader::new(Opening::Start));
         } else if id == tokens.end || id == tokens.end_of_turn || Some(id) == tokens.call {
-            self.close(tokenizer, Ending::Marked, &mut out)?;
+            self.close(tokenizer, MessageEnding::Marked, &mut out)?;
         } else if id == tokens.channel {
             self.channel_marker(tokenizer, &mut out)?;
         } else if id == tokens.message {
@@ -110,7 +110,7 @@ impl HarmonyParser {
     /// Ends the answer and returns the remaining text.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
-        self.close(tokenizer, Ending::Generation, &mut out)?;
+        self.close(tokenizer, MessageEnding::Generation, &mut out)?;
         let words = std::mem::take(&mut self.header_words);
         if !self.has_output && !words.is_empty() {
             self.emit(Channel::Answer, words, &mut out);
@@ -204,7 +204,7 @@ impl HarmonyParser {
                 header.role = std::mem::take(&mut current.role);
             }
             // The previous message lacks its end token.
-            HarmonyState::Content { .. } => self.close(tokenizer, Ending::Missing, out)?,
+            HarmonyState::Content { .. } => self.close(tokenizer, MessageEnding::Missing, out)?,
             // The new message lacks its `<|start|>`.
             HarmonyState::Between => self.violations.add(FormatViolation::MissingToken),
         }
@@ -214,11 +214,11 @@ impl HarmonyParser {
     }
 
     /// Ends the current message, in its header or its content.
-    fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
+    fn close(&mut self, tokenizer: &Tokenizer, ending: MessageEnding, out: &mut Vec<Delta>) -> Result<()> {
         match std::mem::replace(&mut self.state, HarmonyState::Between) {
             HarmonyState::Between => {}
             HarmonyState::Content { channel, mut stream } => {
-                self.violations.add_if(ending == Ending::Missing, FormatViolation::MissingToken);
+                self.violations.add_if(ending == MessageEnding::Missing, FormatViolation::MissingToken);
                 let text = stream.finish(tokenizer)?;
                 self.emit(channel, text, out);
             }
@@ -227,12 +227,12 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 let parsed = header.parse(tokenizer)?;
-                let unfinished = Unfinished::new(&header, &parsed, ending);
-                self.violations.add_if(unfinished != Unfinished::ValidStart, FormatViolation::MissingToken);
+                let unfinished = UnfinishedHeader::new(&header, &parsed, ending);
+                self.violations.add_if(unfinished != UnfinishedHeader::ValidStart, FormatViolation::MissingToken);
                 match unfinished {
-                    Unfinished::ValidStart => {}
-                    Unfinished::Words => push_words(&mut self.header_words, &parsed.words),
-                    Unfinished::Content => {
+                    UnfinishedHeader::ValidStart => {}
+                    UnfinishedHeader::Words => push_words(&mut self.header_words, &parsed.words),
+                    UnfinishedHeader::Content => {
                         self.open(parsed, out);
                         self.state = HarmonyState::Between;
                     }
@@ -259,7 +259,7 @@ impl HarmonyParser {
 
 /// The kind of a header that ends without `<|message|>`.
 #[derive(Clone, Copy, PartialEq)]
-enum Unfinished {
+enum UnfinishedHeader {
     /// The start of a valid header, cut off by the end of the generation. Not a violation.
     ValidStart,
     /// The words of a header that is not followed by content.
@@ -268,9 +268,9 @@ enum Unfinished {
     Content,
 }
 
-impl Unfinished {
-    fn new(header: &PartialHeader, parsed: &ParsedHeader, ending: Ending) -> Self {
-        let is_cut_off = ending == Ending::Generation && header.channel.is_some();
+impl UnfinishedHeader {
+    fn new(header: &PartialHeader, parsed: &ParsedHeader, ending: MessageEnding) -> Self {
+        let is_cut_off = ending == MessageEnding::Generation && header.channel.is_some();
         if is_cut_off && parsed.is_valid_start && (parsed.rest.is_empty() || parsed.is_undecided) {
             Self::ValidStart
         } else if (is_cut_off && parsed.is_undecided) || (parsed.rest.is_empty() && parsed.recipient.is_none()) {

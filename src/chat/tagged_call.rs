@@ -19,14 +19,14 @@ pub const LLAMA_CALLS: &str = "<|python_tag|>";
 
 /// A tool call as a JSON object.
 #[derive(Deserialize)]
-struct Call {
+struct JsonCall {
     name: String,
     #[serde(alias = "parameters")]
     arguments: Option<Value>,
 }
 
-impl From<Call> for ToolCall {
-    fn from(Call { name, arguments }: Call) -> Self {
+impl From<JsonCall> for ToolCall {
+    fn from(JsonCall { name, arguments }: JsonCall) -> Self {
         let arguments = match arguments {
             None => String::new(),
             Some(Value::String(text)) => text,
@@ -53,7 +53,7 @@ pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
         return is_valid.then(|| vec![ToolCall { id: None, name, arguments }]);
     }
     if text.starts_with('[') {
-        let calls: Vec<Call> = serde_json::from_str(text).ok()?;
+        let calls: Vec<JsonCall> = serde_json::from_str(text).ok()?;
         return (!calls.is_empty()).then(|| calls.into_iter().map(ToolCall::from).collect());
     }
     Some(read_objects(text, Separator::Semicolon)?.into_iter().map(ToolCall::from).collect())
@@ -74,10 +74,10 @@ enum Separator {
 }
 
 /// Parses one or more tool calls, each a JSON object. Returns `None` if the text has any other form.
-fn read_objects(text: &str, separator: Separator) -> Option<Vec<Call>> {
+fn read_objects(text: &str, separator: Separator) -> Option<Vec<JsonCall>> {
     let (mut calls, mut rest) = (Vec::new(), text);
     loop {
-        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Call>();
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<JsonCall>();
         calls.push(values.next()?.ok()?);
         rest = rest[values.byte_offset()..].trim_start();
         if rest.is_empty() {

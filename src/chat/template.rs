@@ -120,16 +120,17 @@ impl Template {
         let mark = |value: &Json| map_strings(value, &|text| marker.mark(text));
         // The names of template variables are not rendered, so they need no marks.
         let variables = options.template_variables.iter().map(|(name, value)| Ok((name.clone(), mark(value)?)));
-        let inputs = Inputs { messages, tools: mark(&tools)?, variables: variables.collect::<Result<_>>()?, options };
+        let input =
+            TemplateInput { messages, tools: mark(&tools)?, variables: variables.collect::<Result<_>>()?, options };
 
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
         // Nearly every template expects an object instead, so try objects first.
         // If the template then fails, it may be one of the few that expect a string, so try strings next.
-        let objects = self.run(&inputs, &marker, ArgumentForm::Objects);
+        let objects = self.run(&input, &marker, ArgumentForm::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
             Err(error) if has_calls && error.is::<TemplateFailed>() => {
-                self.run(&inputs, &marker, ArgumentForm::Strings).map_err(|_| error)?
+                self.run(&input, &marker, ArgumentForm::Strings).map_err(|_| error)?
             }
             result => result?,
         };
@@ -137,8 +138,8 @@ impl Template {
     }
 
     /// Runs the template and returns the prompt as text, including the marks of `marker`.
-    fn run(&self, inputs: &Inputs, marker: &Marker, arguments: ArgumentForm) -> Result<String> {
-        let Inputs { messages, tools, variables, options } = inputs;
+    fn run(&self, input: &TemplateInput, marker: &Marker, arguments: ArgumentForm) -> Result<String> {
+        let TemplateInput { messages, tools, variables, options } = input;
         let template = self.template(options);
         let messages = messages
             .iter()
@@ -165,7 +166,7 @@ impl Template {
 }
 
 /// The input of a template. `tools` and `variables` already have marks.
-struct Inputs<'r> {
+struct TemplateInput<'r> {
     messages: &'r [Message],
     tools: Json,
     variables: Map<String, Json>,

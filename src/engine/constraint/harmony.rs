@@ -12,7 +12,7 @@ use anyhow::Result;
 
 use super::ToolGrammar;
 use super::context::ConstrainedRequest;
-use super::plan::{END, Free, NodeId, PlanGraph, PlanNode, TokenEdge, TokenListEdge, all_to};
+use super::plan::{END, FreeText, NodeId, PlanGraph, PlanNode, TokenEdge, TokenListEdge, all_to};
 use crate::chat::{HarmonyTokens, harmony_recipient};
 use crate::tokenizer::ControlTokens;
 
@@ -67,7 +67,7 @@ impl HarmonyPlanner<'_> {
         // Within a message, the model must not start another message without `<|end|>`.
         let premature = [&[self.tokens.start, self.tokens.channel], too_early].concat();
         let exits = all_to(&[self.tokens.end], NEXT);
-        PlanNode::Free(Free { exits, premature, replacement: Some(self.tokens.end), ..Free::default() })
+        PlanNode::FreeText(FreeText { exits, premature, replacement: Some(self.tokens.end), ..FreeText::default() })
     }
 
     /// Returns the node for the content of a message in the channel `final`.

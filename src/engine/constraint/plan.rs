@@ -62,7 +62,7 @@ pub enum PlanNode {
     /// One of several lists of tokens. Example: the possible headers of a message.
     Choice(Vec<TokenListEdge>),
     /// Text without a grammar.
-    Free(Free),
+    FreeText(FreeText),
     /// Text that matches a grammar.
     Grammar {
         /// Boxed, because a compiled grammar is much larger than the other variants.
@@ -76,7 +76,7 @@ pub enum PlanNode {
 
 /// Text without a grammar. If neither `exits` nor `tag` ends the text, it lasts until the sequence ends.
 #[derive(Default)]
-pub struct Free {
+pub struct FreeText {
     /// The tokens that end the text.
     pub exits: Vec<TokenEdge>,
     /// A tag that ends the text if ordinary tokens spell it. A control token for the tag belongs in `exits`.

@@ -7,7 +7,7 @@ use llguidance::Matcher;
 
 use super::compiler::invalid;
 use super::cpu_time::thread_time;
-use super::plan::{Free, NodeId, Plan, PlanNode, TagEdge};
+use super::plan::{FreeText, NodeId, Plan, PlanNode, TagEdge};
 use crate::kernels::sampling::TokenMask;
 
 /// The position of one sequence in its plan. Clones are independent, but their matchers share lexer states.
@@ -30,7 +30,7 @@ enum NodeProgress {
         position: usize,
     },
     /// The last bytes of the text, which may be the start of the tag.
-    Free {
+    FreeText {
         tail: Vec<u8>,
     },
     /// The position in a grammar, and whether the text has begun.
@@ -57,7 +57,7 @@ impl ConstraintState {
         self.progress = match &self.plan.graph.nodes[node] {
             PlanNode::End => NodeProgress::End,
             PlanNode::Choice(edges) => NodeProgress::Choice { possible: (0..edges.len()).collect(), position: 0 },
-            PlanNode::Free(_) => NodeProgress::Free { tail: Vec::new() },
+            PlanNode::FreeText(_) => NodeProgress::FreeText { tail: Vec::new() },
             PlanNode::Grammar { grammar, .. } => {
                 let matcher = Box::new(grammar.matcher.clone());
                 NodeProgress::Grammar { matcher, unread: Vec::new(), has_text: false }
@@ -67,7 +67,7 @@ impl ConstraintState {
 
     /// Returns whether [`allowed_tokens`](Self::allowed_tokens) limits the next token.
     pub fn is_constrained(&self) -> bool {
-        !matches!(self.progress, NodeProgress::Free { .. })
+        !matches!(self.progress, NodeProgress::FreeText { .. })
     }
 
     /// Returns whether the last mask allowed only stop tokens, or only tokens after the complete text of a grammar.
@@ -110,7 +110,7 @@ impl ConstraintState {
                     return Err(invalid(&grammar.name, "the grammar requires text that contains a stop token"));
                 }
             }
-            (NodeProgress::Free { .. }, _) => return Ok(None),
+            (NodeProgress::FreeText { .. }, _) => return Ok(None),
             _ => {
                 plan.stops.iter().for_each(|&stop| mask.allow(stop));
                 self.must_end = true;
@@ -119,7 +119,7 @@ impl ConstraintState {
         Ok(Some(mask))
     }
 
-    /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `Free::premature`).
+    /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `FreeText::premature`).
     /// Fails if a premature token has no replacement, if no edge of a choice continues with `token`,
     /// or if text other than whitespace follows a tag in the same token.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
@@ -133,14 +133,14 @@ impl ConstraintState {
                 let edge = &edges[first];
                 (edge.tokens.len() == *position).then_some(edge.to)
             }
-            (NodeProgress::Free { tail }, PlanNode::Free(free)) => {
+            (NodeProgress::FreeText { tail }, PlanNode::FreeText(free)) => {
                 if free.premature.contains(&token) {
                     let Some(replacement) = free.replacement else {
                         bail!("cannot match the constraint: the model ended its answer or called a tool too early");
                     };
                     token = replacement;
                 }
-                leave_free(free, tail, token, &plan)?
+                leave_free_text(free, tail, token, &plan)?
             }
             (NodeProgress::Grammar { unread, has_text, .. }, PlanNode::Grammar { instead, after, .. }) => {
                 let mut edges = after.iter().chain(instead.iter().filter(|_| !*has_text));
@@ -178,7 +178,7 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
 
 /// Returns the node that comes after free text, or `None` if `token` does not end the text.
 /// Fails if `token` completes the tag and also contains text other than whitespace after it.
-fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<NodeId>> {
+fn leave_free_text(free: &FreeText, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<NodeId>> {
     if let Some(exit) = free.exits.iter().find(|exit| exit.token == token) {
         return Ok(Some(exit.to));
     }
@@ -214,12 +214,17 @@ mod tests {
 
     /// Returns the state of a plan that begins with free text, at node 1. Node 2 allows two lists of tokens:
     /// 5, 6, 7 leads to more free text, and 5, 8 to the end.
-    fn state(free: Free) -> ConstraintState {
+    fn state(free: FreeText) -> ConstraintState {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let tokenizer = Tokenizer::from_dir(&demo).unwrap();
         let language = Arc::new(Language::new(tokenizer, None, serde_json::Value::Null, vec![STOP]));
         let edges = vec![TokenListEdge { tokens: vec![5, 6, 7], to: 3 }, TokenListEdge { tokens: vec![5, 8], to: END }];
-        let nodes = vec![PlanNode::End, PlanNode::Free(free), PlanNode::Choice(edges), PlanNode::Free(Free::default())];
+        let nodes = vec![
+            PlanNode::End,
+            PlanNode::FreeText(free),
+            PlanNode::Choice(edges),
+            PlanNode::FreeText(FreeText::default()),
+        ];
         let graph = PlanGraph { nodes, start: 1 };
         let masks = MaskBudget::default();
         let plan = Plan { language, graph, stops: vec![STOP], vocab_size: 2000, end: STOP, masks };
@@ -238,7 +243,7 @@ mod tests {
 
     #[test]
     fn a_list_of_tokens_leads_to_its_node() {
-        let mut state = state(Free { exits: vec![TokenEdge { token: 9, to: 2 }], ..Free::default() });
+        let mut state = state(FreeText { exits: vec![TokenEdge { token: 9, to: 2 }], ..FreeText::default() });
         assert!(!state.is_constrained() && state.allowed_tokens().unwrap().is_none());
         assert_eq!(state.advance(9).unwrap(), 9);
         let mut other = state.clone();
@@ -257,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_tag_ends_free_text_in_any_tokens() {
-        let tagged = || state(Free { tag: Some(TagEdge { tag: "</think>", to: 2 }), ..Free::default() });
+        let tagged = || state(FreeText { tag: Some(TagEdge { tag: "</think>", to: 2 }), ..FreeText::default() });
         for text in ["</think>", "I think <think> a </ think></think>", "a<</think>"] {
             let mut state = tagged();
             push_text(&mut state, text).unwrap();
@@ -274,7 +279,7 @@ mod tests {
     #[test]
     fn premature_tokens_are_replaced_or_are_errors() {
         let exits = || vec![TokenEdge { token: 9, to: 2 }];
-        let free = |replacement| Free { exits: exits(), premature: vec![STOP], replacement, tag: None };
+        let free = |replacement| FreeText { exits: exits(), premature: vec![STOP], replacement, tag: None };
         let mut replaced = state(free(Some(9)));
         assert_eq!(replaced.advance(STOP).unwrap(), 9);
         assert_eq!(allowed(&mut replaced), [5]);

@@ -21,7 +21,7 @@ use serde_json::json;
 
 use super::compiler::{check_optional_properties, invalid, lark_string, llguidance_schema};
 use super::context::ConstrainedRequest;
-use super::plan::{END, Free, NodeId, PlanGraph, PlanNode, TagEdge, TokenEdge, TokenListEdge, all_to};
+use super::plan::{END, FreeText, NodeId, PlanGraph, PlanNode, TagEdge, TokenEdge, TokenListEdge, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
 use crate::chat::{END_THINK, END_TOOL_CALL, LLAMA_CALLS, MISTRAL_CALLS, THINK, TOOL_CALL};
 
@@ -53,20 +53,20 @@ pub fn graph(request: &ConstrainedRequest, prompt: &str) -> Result<PlanGraph> {
         match &constraint.answer {
             _ if constraint.requires_tool => Ok(choice(&instead)),
             Some(answer) => request.grammar(answer, instead, all_to(&stops, END)),
-            None => Ok(PlanNode::Free(Free { exits: to_tool.clone(), ..Free::default() })),
+            None => Ok(PlanNode::FreeText(FreeText { exits: to_tool.clone(), ..FreeText::default() })),
         }
     };
     let start = answer([&to_tool[..], to_reasoning.as_slice()].concat())?;
     let end_think = control(END_THINK);
     let tag = Some(TagEdge { tag: END_THINK, to: ANSWER });
-    let mut reasoning = Free { exits: to_tool.clone(), tag, ..Free::default() };
+    let mut reasoning = FreeText { exits: to_tool.clone(), tag, ..FreeText::default() };
     reasoning.exits.extend(end_think.map(|token| TokenEdge { token, to: ANSWER }));
     if constraint.is_required() {
         reasoning.premature = request.language.stop_ids().to_vec();
         reasoning.premature.extend(control(TOOL_CALL).filter(|_| tags.is_none()));
         reasoning.replacement = end_think;
     }
-    let mut nodes = vec![PlanNode::End, start, PlanNode::Free(reasoning), answer(to_tool.clone())?];
+    let mut nodes = vec![PlanNode::End, start, PlanNode::FreeText(reasoning), answer(to_tool.clone())?];
     if let Some(tags) = tags {
         // Compile the grammar of each tool on its own first, so that an error names the tool.
         // All tools together are one grammar, so the limit of optional properties also holds for all of them.
@@ -79,7 +79,7 @@ pub fn graph(request: &ConstrainedRequest, prompt: &str) -> Result<PlanGraph> {
         nodes.push(if constraint.is_required() {
             choice(&[after, all_to(&stops, END)].concat())
         } else {
-            PlanNode::Free(Free { exits: to_tool, ..Free::default() })
+            PlanNode::FreeText(FreeText { exits: to_tool, ..FreeText::default() })
         });
     }
     Ok(PlanGraph { nodes, start: first_node(prompt) })

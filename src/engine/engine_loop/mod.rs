@@ -272,7 +272,7 @@ impl EngineLoop {
                         prompt,
                         cache_salt: first.cache_salt.take(),
                         prompt_segments: first.prompt_segments,
-                        computes_whole_prompt: first.prompt_scores.is_some(),
+                        computes_whole_prompt: first.prompt_scorer.is_some(),
                         forks: (id + 1..self.next_id).collect(),
                         max_tokens: first.remaining(),
                         tenant: first.tenant,

@@ -9,7 +9,7 @@ use anyhow::{Result, anyhow, bail};
 use super::stats;
 use super::{EngineLoop, QueuedWork};
 use crate::engine::fault::StepFault;
-use crate::engine::requests::{FinishReason, PromptScores, Sequence};
+use crate::engine::requests::{FinishReason, PromptScorer, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::error::Error;
 use crate::runner::{QueuedStep, SamplerResult, StepSequence, TokenSampler};
@@ -166,7 +166,7 @@ impl EngineLoop {
     /// The waiting forks of the sequence receive these log probabilities too, because they share its prefill.
     fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) else { return };
+        let Some(logprobs) = sequence.prompt_scorer.as_mut().and_then(PromptScorer::take) else { return };
         let logprobs = Arc::new(logprobs);
         sequence.add_prompt_logprobs(&logprobs, &mut self.outbox);
         for fork in self.scheduler.forks(id) {
@@ -247,7 +247,7 @@ fn inputs<'s>(
             sampler: samples.then_some(&mut sequence.sampler),
             limit,
             prompt_segments: scheduler.prompt_segments(*id),
-            scores: sequence.prompt_scores.as_mut().and_then(|scores| scores.of_step(tokens, range.clone())),
+            scores: sequence.prompt_scorer.as_mut().and_then(|scorer| scorer.of_step(tokens, range.clone())),
         });
     }
     Ok(inputs)

@@ -1,7 +1,7 @@
 //! Requests: what a client asks for, and the state, events and text of each answer.
 //!
 //! - `request`: the prompt and the options that the client submits
-//! - `sequence`: the state of one answer on the engine thread; `prompt_scores`: the log probabilities of its prompt
+//! - `sequence`: the state of one answer on the engine thread; `prompt_scorer`: scores its prompt
 //! - `outbox`: the events that the engine thread sends to the client
 //! - `client_end`: how and when the client ended the sequence
 //! - `stream`: the answer on the client's thread; `event`: what the stream returns
@@ -12,7 +12,7 @@ mod answer_decoder;
 mod client_end;
 mod event;
 mod outbox;
-mod prompt_scores;
+mod prompt_scorer;
 mod record;
 mod request;
 mod sequence;
@@ -23,7 +23,7 @@ pub use answer_decoder::AnswerDecoder;
 pub use client_end::ClientEnd;
 pub use event::{AnswerProgress, Event, ScoredPrompt, Summary};
 pub use outbox::{Outbox, SequenceEvent};
-pub use prompt_scores::PromptScores;
+pub use prompt_scorer::PromptScorer;
 pub use record::{EngineRecord, GenerationRecord, RecordedAnswer, RecordedRequest, RequestRecord};
 pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sequence::Sequence;

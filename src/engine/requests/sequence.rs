@@ -9,7 +9,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::client_end::ClientEnd;
 use super::outbox::{Outbox, SequenceEvent};
-use super::prompt_scores::PromptScores;
+use super::prompt_scorer::PromptScorer;
 use super::request::{FinishReason, GenerateOptions};
 use crate::engine::constraint::ConstraintState;
 use crate::engine::sampling::{LogitRules, Sampler};
@@ -26,7 +26,7 @@ pub struct Sequence {
     generated: usize,
     pub sampler: Sampler,
     /// The progress of scoring the prompt, if the request asked for prompt log probabilities.
-    pub prompt_scores: Option<PromptScores>,
+    pub prompt_scorer: Option<PromptScorer>,
     max_tokens: Option<usize>,
     /// The tokens that end the sequence: those in `stop_token_ids` and, without `ignore_eos`, the model's stop tokens.
     stop_ids: Vec<u32>,
@@ -64,7 +64,7 @@ impl Sequence {
         };
         Self {
             sampler: Sampler::new(options.sampling.clone(), &prompt).with_rules(rules),
-            prompt_scores: options.prompt_logprobs.map(|top| PromptScores::new(top, prompt.len())),
+            prompt_scorer: options.prompt_logprobs.map(|top| PromptScorer::new(top, prompt.len())),
             stop_ids,
             prompt_tokens: prompt.len(),
             prompt,
@@ -130,8 +130,8 @@ impl Sequence {
     /// Adds an event with log probabilities of prompt tokens, and counts these log probabilities as sent.
     /// Does nothing if the request did not ask for prompt log probabilities.
     pub fn add_prompt_logprobs(&mut self, logprobs: &Arc<Vec<TokenLogprobs>>, outbox: &mut Outbox) {
-        if let Some(scores) = &mut self.prompt_scores {
-            scores.count(logprobs.len());
+        if let Some(scorer) = &mut self.prompt_scorer {
+            scorer.count(logprobs.len());
             outbox.add(&self.events, SequenceEvent::PromptLogprobs(logprobs.clone()));
         }
     }

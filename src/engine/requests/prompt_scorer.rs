@@ -1,4 +1,4 @@
-//! [`PromptScores`]: the log probabilities of a prompt's tokens on the engine thread.
+//! [`PromptScorer`]: scores the tokens of a prompt on the engine thread, for prompt log probabilities.
 
 use std::mem;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::runner::{TokenLogprobs, TokensToScore};
 
 /// Selects the prompt tokens that each step scores, and holds their log probabilities until the engine takes them.
-pub struct PromptScores {
+pub struct PromptScorer {
     /// The number of most likely tokens to report for each prompt token.
     top: usize,
     prompt_tokens: usize,
@@ -17,7 +17,7 @@ pub struct PromptScores {
     step: Vec<TokenLogprobs>,
 }
 
-impl PromptScores {
+impl PromptScorer {
     pub fn new(top: usize, prompt_tokens: usize) -> Self {
         Self { top, prompt_tokens, sent: 0, step: Vec::new() }
     }
