@@ -166,34 +166,34 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
     Ok(chosen)
 }
 
-/// Returns all parts of a GGUF model. `first` is its first part or its only file. Fails if a part is missing.
-fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<RemoteFile>> {
+/// Returns all shards of a GGUF model. `first` is its first shard or its only file. Fails if a shard is missing.
+fn gguf_shards(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<RemoteFile>> {
     let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
     let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
-    let part = |name: String| {
+    let shard = |name: String| {
         let path = path(name);
-        let part = files.get(&path).cloned();
-        part.with_context(|| {
-            format!("cannot use '{repo}': it lacks {}, a part of {}", quote(&path), quote(&first.name))
+        let shard = files.get(&path).cloned();
+        shard.with_context(|| {
+            format!("cannot use '{repo}': it lacks {}, a shard of {}", quote(&path), quote(&first.name))
         })
     };
-    gguf::part_names(name).into_iter().map(part).collect()
+    gguf::shard_names(name).into_iter().map(shard).collect()
 }
 
-/// Returns the size of a GGUF model in bytes, or `None` if the hub does not list all parts and their sizes.
+/// Returns the size of a GGUF model in bytes, or `None` if the hub does not list all shards and their sizes.
 fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
-    gguf_parts(repo, files, first).ok()?.iter().map(|part| part.bytes).sum()
+    gguf_shards(repo, files, first).ok()?.iter().map(|shard| shard.bytes).sum()
 }
 
-/// Returns one file for each GGUF model in a repository: the first part of the model, or its only file.
+/// Returns one file for each GGUF model in a repository: the first shard of the model, or its only file.
 fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     files.iter().filter(|file| gguf::is_model_name(&file.name)).collect()
 }
 
-/// Returns the parts of the GGUF model that `tag` selects, or of the only GGUF model if there is no tag.
+/// Returns the shards of the GGUF model that `tag` selects, or of the only GGUF model if there is no tag.
 /// Returns `None` if there is no tag and the repository has no GGUF model.
 ///
-/// Fails if no model matches the tag, if several models match, or if the listing lacks a part of the model.
+/// Fails if no model matches the tag, if several models match, or if the listing lacks a shard of the model.
 pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
     let models = gguf_models(files);
     let selected: Vec<&&RemoteFile> =
@@ -206,7 +206,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
         model_list(gguf::model_names(repo, &names).into_iter().zip(&models).map(line))
     };
     match (&selected[..], tag) {
-        ([model], _) => gguf_parts(repo, files, model).map(Some),
+        ([model], _) => gguf_shards(repo, files, model).map(Some),
         ([], None) => Ok(None),
         ([], Some(tag)) => {
             let hint = if models.is_empty() {
@@ -220,13 +220,13 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
     }
 }
 
-/// Returns the parts of the only GGUF model in a repository.
-/// Fails if the repository has several GGUF models, none, or one with a missing part.
+/// Returns the shards of the only GGUF model in a repository.
+/// Fails if the repository has several GGUF models, none, or one with a missing shard.
 fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {
         [] => bail!("{}", no_weights(repo, files)),
-        [model] => gguf_parts(repo, files, model),
+        [model] => gguf_shards(repo, files, model),
         _ => {
             let line = |model: &&RemoteFile| gguf::size_line(&model.name, gguf_bytes(repo, files, model));
             let files: Vec<&str> = models.iter().map(|file| file.name.as_str()).collect();
@@ -344,10 +344,10 @@ mod tests {
     #[test]
     fn gguf_model_is_chosen_with_all_its_parts() {
         assert_eq!(choose(&["README.md", "m-Q8_0.gguf", "mmproj.gguf"], &[], None).unwrap(), ["m-Q8_0.gguf"]);
-        let parts = ["config.json", "q/m-Q8_0-00001-of-00002.gguf", "q/m-Q8_0-00002-of-00002.gguf"];
-        assert_eq!(choose(&parts, &[], None).unwrap(), parts);
+        let shards = ["config.json", "q/m-Q8_0-00001-of-00002.gguf", "q/m-Q8_0-00002-of-00002.gguf"];
+        assert_eq!(choose(&shards, &[], None).unwrap(), shards);
         assert!(
-            choose(&parts[..2], &[], None).unwrap_err().to_string().contains("lacks 'q/m-Q8_0-00002-of-00002.gguf'")
+            choose(&shards[..2], &[], None).unwrap_err().to_string().contains("lacks 'q/m-Q8_0-00002-of-00002.gguf'")
         );
         let several = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
         let error = choose(&several, &[], None).unwrap_err().to_string();

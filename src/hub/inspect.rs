@@ -147,16 +147,16 @@ impl Inspection<'_> {
     /// Returns the name and the size in bytes of each file of the GGUF model that `tag` selects.
     /// Without a tag, selects the only GGUF model, and returns an empty list if the repository has safetensors weights
     /// or no GGUF model.
-    /// Fails if several GGUF models match, if no GGUF model matches the tag, or if a part of the model is missing.
+    /// Fails if several GGUF models match, if no GGUF model matches the tag, or if a shard of the model is missing.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
         let Listing { commit, files } = self.listing;
         let has_safetensors = self.listing.file(INDEX).or(self.listing.file(SINGLE_FILE)).is_some();
         if tag.is_none() && has_safetensors {
             return Ok(Vec::new());
         }
-        let parts = choose_gguf(self.remote.repo(), files, tag)?.unwrap_or_default();
+        let shards = choose_gguf(self.remote.repo(), files, tag)?.unwrap_or_default();
         let with_size = |file| WantedFile::new(self.remote, commit, file).map(|file| (file.name, file.bytes));
-        parts.into_iter().map(with_size).collect()
+        shards.into_iter().map(with_size).collect()
     }
 
     /// Reads the files in [`TEXTS`] that the repository has. For a GGUF model, reads only README.md, because the GGUF

@@ -11,7 +11,7 @@ pub struct Snapshot {
     pub name: String,
     /// The commit hash. For the demo, a hash of its files. `None` if the user named a path.
     pub revision: Option<String>,
-    /// The model's directory, its GGUF file, or the first part of its split GGUF model.
+    /// The model's directory, its GGUF file, or the first shard of its sharded GGUF model.
     pub path: PathBuf,
     pub source: SnapshotSource,
 }

@@ -18,7 +18,7 @@ use crate::kernels;
 use crate::kernels::attention::rope::{HeadSizes, QkNorm, SplitQkvInputs, split_qkv};
 use crate::kernels::attention::{AttentionInputs, AttentionMask, attention};
 use crate::weights::Weights;
-use crate::weights::division::kv_head_unit;
+use crate::weights::inventory::kv_head_unit;
 use crate::world::World;
 
 /// Sizes and options of one attention layer.

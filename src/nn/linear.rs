@@ -12,7 +12,7 @@ use crate::kernels::matmul::size_class::size_classes;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
-pub(super) use crate::weights::division::SHARE_COLUMNS;
+pub(super) use crate::weights::inventory::SHARE_COLUMNS;
 
 /// Returns this rank's rows of a matrix that stacks gate_proj and up_proj, in this order.
 /// `share` is the rank's part of the intermediate size.

@@ -1,4 +1,4 @@
-//! Finds the GGUF models in a directory, and determines the names, tags and parts of GGUF models.
+//! Finds the GGUF models in a directory, and determines the names, tags and shards of GGUF models.
 
 use std::collections::HashMap;
 use std::fs;
@@ -10,46 +10,46 @@ use super::paths::is_safe_path;
 use super::safetensors;
 use crate::error::Error;
 
-/// The maximum number of parts in a split model.
-pub const MAX_PARTS: u32 = 1024;
+/// The maximum number of shards in a sharded model.
+pub const MAX_SHARDS: u32 = 1024;
 
-/// One GGUF model. `path` is the single file, or the first part of a split model.
+/// One GGUF model. `path` is the single file, or the first shard of a sharded model.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GgufFile {
+pub struct GgufFiles {
     pub path: PathBuf,
-    /// The total size of all parts that exist, in bytes.
+    /// The total size of all shards that exist, in bytes.
     pub bytes: u64,
-    /// The file name of the first missing part, if any.
-    pub missing_part: Option<String>,
+    /// The file name of the first missing shard, if any.
+    pub missing_shard: Option<String>,
 }
 
-impl GgufFile {
-    /// Finds the parts of a model and adds up their sizes. `first` is the single file or the first part.
-    fn from_first_part(first: PathBuf) -> Self {
-        let (mut bytes, mut missing_part) = (0, None);
-        for name in part_names(&first.file_name().unwrap_or_default().to_string_lossy()) {
+impl GgufFiles {
+    /// Finds the shards of a model and adds up their sizes. `first` is the single file or the first shard.
+    fn from_first_shard(first: PathBuf) -> Self {
+        let (mut bytes, mut missing_shard) = (0, None);
+        for name in shard_names(&first.file_name().unwrap_or_default().to_string_lossy()) {
             match fs::metadata(first.with_file_name(&name)) {
                 Ok(data) => bytes += data.len(),
-                Err(_) => missing_part = missing_part.or(Some(name)),
+                Err(_) => missing_shard = missing_shard.or(Some(name)),
             }
         }
-        Self { path: first, bytes, missing_part }
+        Self { path: first, bytes, missing_shard }
     }
 }
 
-/// The file name of one part of a split model: `prefix-00002-of-00003.gguf`.
+/// The file name of one shard of a sharded model: `prefix-00002-of-00003.gguf`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PartName<'n> {
+pub struct ShardName<'n> {
     pub prefix: &'n str,
-    /// The number of the part, counted from 1.
+    /// The number of the shard, counted from 1.
     pub number: u32,
     pub count: u32,
     /// `gguf`, in upper or lower case as in the file name.
     extension: &'n str,
 }
 
-impl<'n> PartName<'n> {
-    /// Parses the file name of a part. Returns `None` for all other file names.
+impl<'n> ShardName<'n> {
+    /// Parses the file name of a shard. Returns `None` for all other file names.
     pub fn parse(file_name: &'n str) -> Option<Self> {
         let (stem, extension) = split_extension(file_name)?;
         let (rest, count) = stem.rsplit_once("-of-")?;
@@ -61,18 +61,18 @@ impl<'n> PartName<'n> {
         Some(Self { prefix, number: number.parse().ok()?, count: count.parse().ok()?, extension })
     }
 
-    /// Returns the file name of the part with this number, counted from 1.
+    /// Returns the file name of the shard with this number, counted from 1.
     pub fn with_number(&self, number: u32) -> String {
         format!("{}-{number:05}-of-{:05}.{}", self.prefix, self.count, self.extension)
     }
 }
 
-/// Returns the file names of all parts of a model. `first` is the first part or the single file.
-/// Returns only `first` if the file name claims 0 parts or more than `MAX_PARTS` parts.
-pub fn part_names(first: &str) -> Vec<String> {
-    match PartName::parse(first) {
-        Some(part) if (1..=MAX_PARTS).contains(&part.count) => {
-            (1..=part.count).map(|number| part.with_number(number)).collect()
+/// Returns the file names of all shards of a model. `first` is the first shard or the single file.
+/// Returns only `first` if the file name claims 0 shards or more than `MAX_SHARDS` shards.
+pub fn shard_names(first: &str) -> Vec<String> {
+    match ShardName::parse(first) {
+        Some(shard) if (1..=MAX_SHARDS).contains(&shard.count) => {
+            (1..=shard.count).map(|number| shard.with_number(number)).collect()
         }
         _ => vec![first.to_string()],
     }
@@ -93,7 +93,7 @@ pub fn find(path: &Path) -> Result<Option<PathBuf>> {
         [] => Ok(None),
         [model] => Ok(Some(model.path.clone())),
         models => {
-            let name = |model: &GgufFile| model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let name = |model: &GgufFiles| model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let list: Vec<String> = models.iter().map(|model| size_line(&name(model), Some(model.bytes))).collect();
             let example = models[0].path.display();
             bail!("{} has several GGUF models; choose one, such as {example}:\n{}", path.display(), list.join("\n"))
@@ -104,7 +104,7 @@ pub fn find(path: &Path) -> Result<Option<PathBuf>> {
 /// Returns every GGUF model in a directory and its direct subdirectories, sorted by path.
 ///
 /// Vision projectors (`mmproj`) are skipped because they are not complete models.
-pub fn models_in(dir: &Path) -> Vec<GgufFile> {
+pub fn models_in(dir: &Path) -> Vec<GgufFiles> {
     let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let folders = entries(dir).filter(|path| path.is_dir());
     let mut files: Vec<PathBuf> =
@@ -113,12 +113,12 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let is_usable = |name: &str| is_model_name(name) && is_safe_path(name);
     files.retain(|path| path.is_file() && is_usable(&path.file_name().unwrap_or_default().to_string_lossy()));
     files.sort();
-    files.into_iter().map(GgufFile::from_first_part).collect()
+    files.into_iter().map(GgufFiles::from_first_shard).collect()
 }
 
-/// Returns the total size of the existing parts of a model, in bytes. `first` is the first part or the single file.
+/// Returns the total size of the existing shards of a model, in bytes. `first` is the first shard or the single file.
 pub fn total_bytes(first: &Path) -> u64 {
-    GgufFile::from_first_part(first.to_path_buf()).bytes
+    GgufFiles::from_first_shard(first.to_path_buf()).bytes
 }
 
 /// Returns whether a path has the extension `.gguf`. Ignores case.
@@ -132,34 +132,34 @@ fn split_extension(file: &str) -> Option<(&str, &str)> {
     file.rsplit_once('.').filter(|(_, extension)| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// Returns whether `path` names a single-file GGUF model or the first part of a split model.
+/// Returns whether `path` names a single-file GGUF model or the first shard of a sharded model.
 /// Returns false for a vision projector.
 pub fn is_model_name(path: &str) -> bool {
     let file = path.rsplit('/').next().unwrap_or(path);
-    let is_first = PartName::parse(file).is_none_or(|part| part.number == 1);
+    let is_first = ShardName::parse(file).is_none_or(|shard| shard.number == 1);
     is_gguf(Path::new(file)) && is_first && !file.to_lowercase().contains("mmproj")
 }
 
 /// Returns the tag of a GGUF file, such as `Q4_K_M` for `Llama-3.2-1B-Q4_K_M.gguf`.
 ///
-/// The tag is the text after the last `-` or `.` in the file name without its extension and part number.
+/// The tag is the text after the last `-` or `.` in the file name without its extension and shard number.
 /// It usually distinguishes the models in one repository.
 pub fn tag(path: &str) -> &str {
     let stem = stem(path);
     stem.rsplit(['-', '.']).next().unwrap_or(stem)
 }
 
-/// Returns the file name without its extension and part number.
+/// Returns the file name without its extension and shard number.
 fn stem(path: &str) -> &str {
     let file = path.rsplit('/').next().unwrap_or(path);
-    match PartName::parse(file) {
-        Some(part) => part.prefix,
+    match ShardName::parse(file) {
+        Some(shard) => shard.prefix,
         None => split_extension(file).map_or(file, |(stem, _)| stem),
     }
 }
 
 /// Returns whether `tag` is the whole path, the last components of the path, or the last words of the file name
-/// without `.gguf` and the part number. Words are separated by `-` or `.`. Ignores case.
+/// without `.gguf` and the shard number. Words are separated by `-` or `.`. Ignores case.
 pub fn matches_tag(path: &str, tag: &str) -> bool {
     let (path, stem, tag) = (path.to_lowercase(), stem(path).to_lowercase(), tag.to_lowercase());
     let is_suffix = stem.strip_suffix(&tag).is_some_and(|rest| rest.is_empty() || rest.ends_with(['-', '.']));
@@ -198,27 +198,27 @@ pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
 /// `name` is the repository or path without a tag.
 ///
 /// The list is empty if the directory has safetensors weights.
-pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
+pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFiles)> {
     if safetensors::is_present(dir) {
         return Vec::new();
     }
     let mut models = models_in(dir);
-    models.retain(|model| model.missing_part.is_none());
+    models.retain(|model| model.missing_shard.is_none());
     let paths: Vec<String> = models.iter().map(|model| model.path.to_string_lossy().into_owned()).collect();
     model_names(name, &paths).into_iter().zip(models).collect()
 }
 
 /// Returns the GGUF model that `tag` selects in a directory. Without a tag, returns the only model.
-/// Ignores models with missing parts.
+/// Ignores models with missing shards.
 ///
 /// Returns `None` if there is no tag and the directory has safetensors weights or no complete GGUF model.
 /// Fails if `tag` selects no model, or if there are several models to choose from.
 pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBuf>> {
     let models = named_models(name, dir);
     let is_selected =
-        |(_, model): &&(String, GgufFile)| tag.is_none_or(|tag| matches_tag(&model.path.to_string_lossy(), tag));
+        |(_, model): &&(String, GgufFiles)| tag.is_none_or(|tag| matches_tag(&model.path.to_string_lossy(), tag));
     let list = || {
-        let line = |(name, model): &(String, GgufFile)| size_line(&format!("inferno play {name}"), Some(model.bytes));
+        let line = |(name, model): &(String, GgufFiles)| size_line(&format!("inferno play {name}"), Some(model.bytes));
         models.iter().map(line).collect::<Vec<_>>().join("\n")
     };
     let not_found = |tag: &str, hint: String| Error::ModelNotFound { model: format!("{name}:{tag}"), hint };
@@ -272,24 +272,24 @@ mod tests {
     }
 
     #[test]
-    fn only_first_parts_are_models() {
+    fn only_first_shards_are_models() {
         assert!(is_model_name("a/b-00001-of-00002.gguf") && is_model_name("b.gguf"));
         assert!(!is_model_name("b-00002-of-00002.gguf") && !is_model_name("mmproj-F16.gguf"));
         assert!(!is_model_name("b.bin"));
-        assert_eq!(part_names("b-00001-of-00002.gguf"), ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]);
-        assert_eq!(part_names("b.gguf"), ["b.gguf"]);
-        assert_eq!(part_names("b-00001-of-00002.GGUF"), ["b-00001-of-00002.GGUF", "b-00002-of-00002.GGUF"]);
+        assert_eq!(shard_names("b-00001-of-00002.gguf"), ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]);
+        assert_eq!(shard_names("b.gguf"), ["b.gguf"]);
+        assert_eq!(shard_names("b-00001-of-00002.GGUF"), ["b-00001-of-00002.GGUF", "b-00002-of-00002.GGUF"]);
         assert!(!is_model_name("b-00002-of-00002.GGUF"));
-        assert_eq!(part_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "9999 parts exceed MAX_PARTS");
+        assert_eq!(shard_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "9999 shards exceed MAX_SHARDS");
     }
 
     #[test]
     fn part_names_have_two_numbers_of_five_digits() {
-        let part = PartName { prefix: "a-Q8", number: 2, count: 3, extension: "gguf" };
-        assert_eq!(PartName::parse("a-Q8-00002-of-00003.gguf"), Some(part));
-        assert_eq!(part.with_number(3), "a-Q8-00003-of-00003.gguf");
+        let shard = ShardName { prefix: "a-Q8", number: 2, count: 3, extension: "gguf" };
+        assert_eq!(ShardName::parse("a-Q8-00002-of-00003.gguf"), Some(shard));
+        assert_eq!(shard.with_number(3), "a-Q8-00003-of-00003.gguf");
         for other in ["a.gguf", "a-2-of-3.gguf", "a-00002-of-00003.bin", "a-+0002-of-00003.gguf"] {
-            assert_eq!(PartName::parse(other), None, "{other}");
+            assert_eq!(ShardName::parse(other), None, "{other}");
         }
     }
 }

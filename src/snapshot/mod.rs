@@ -5,7 +5,7 @@
 //! A model's weights are one of the following:
 //! - a single `model.safetensors`
 //! - the shards that `model.safetensors.index.json` lists
-//! - a GGUF file, which may be split into parts
+//! - a GGUF file, which may be split into shards
 //!
 //! `hub` follows these rules when it selects and checks downloads, and `weights`, `models` and `language` follow them
 //! when they open models.
@@ -17,7 +17,7 @@ pub mod safetensors;
 use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 
 use anyhow::Result;
-use gguf::GgufFile;
+use gguf::GgufFiles;
 pub use paths::is_safe_path;
 use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
@@ -46,11 +46,11 @@ const CONFIG_FILES: [&str; 6] = [
 /// `path` is a GGUF file, or a directory that contains safetensors weights or one GGUF model.
 /// If a directory has safetensors weights, ignores its GGUF models.
 /// Fails if the safetensors weights are incomplete, if the shard index is invalid, or if a directory without
-/// safetensors weights does not have exactly one GGUF model. Does not check whether the parts of a GGUF model exist.
+/// safetensors weights does not have exactly one GGUF model. Does not check whether the shards of a GGUF model exist.
 pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
     if let Some(first) = gguf::find(path)? {
         let name = first.file_name().unwrap_or_default().to_string_lossy();
-        return Ok(gguf::part_names(&name).into_iter().map(|part| first.with_file_name(part)).collect());
+        return Ok(gguf::shard_names(&name).into_iter().map(|shard| first.with_file_name(shard)).collect());
     }
     let mut files = safetensors::files(path, ShardIndex::read(path)?.as_ref())?;
     files.extend(CONFIG_FILES.iter().chain([&INDEX]).map(|name| path.join(name)).filter(|file| file.exists()));
@@ -60,16 +60,16 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
 /// Returns the names of the files that are missing from a model's directory.
 ///
 /// Without safetensors weights, one complete GGUF model is enough, whatever `required` is.
-/// If all GGUF models in such a directory are incomplete, lists only the first missing part of each of them.
+/// If all GGUF models in such a directory are incomplete, lists only the first missing shard of each of them.
 /// The names are relative to `dir` and use `/` as the separator, as on a hub.
 pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     if !safetensors::is_present(dir) {
         let models = gguf::models_in(dir);
-        if models.iter().any(|model| model.missing_part.is_none()) {
+        if models.iter().any(|model| model.missing_shard.is_none()) {
             return Vec::new();
         }
         if !models.is_empty() {
-            return models.iter().filter_map(|model| missing_part(dir, model)).collect();
+            return models.iter().filter_map(|model| missing_shard(dir, model)).collect();
         }
     }
     let is_missing = |name: &str| !dir.join(name).is_file();
@@ -86,9 +86,9 @@ pub fn first_missing_file(dir: &Path, required: Required) -> Option<String> {
     missing_files(dir, required).into_iter().next()
 }
 
-/// Returns the path of the first missing part of a split GGUF model, relative to `dir`.
-fn missing_part(dir: &Path, model: &GgufFile) -> Option<String> {
-    let path = model.path.with_file_name(model.missing_part.as_ref()?);
+/// Returns the path of the first missing shard of a sharded GGUF model, relative to `dir`.
+fn missing_shard(dir: &Path, model: &GgufFiles) -> Option<String> {
+    let path = model.path.with_file_name(model.missing_shard.as_ref()?);
     Some(path.strip_prefix(dir).ok()?.to_str()?.replace(MAIN_SEPARATOR, "/"))
 }
 
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(missing_files(dir, Required::Weights), ["Q8/a-Q8-00002-of-00002.gguf"]);
         std::fs::write(dir.join("a-Q4.gguf"), "").unwrap();
         assert!(missing_files(dir, Required::Weights).is_empty());
-        let part = dir.join("Q8/a-Q8-00001-of-00002.gguf");
-        assert_eq!(model_files(&part).unwrap(), [part.clone(), dir.join("Q8/a-Q8-00002-of-00002.gguf")]);
+        let shard = dir.join("Q8/a-Q8-00001-of-00002.gguf");
+        assert_eq!(model_files(&shard).unwrap(), [shard.clone(), dir.join("Q8/a-Q8-00002-of-00002.gguf")]);
     }
 }

@@ -9,7 +9,7 @@ use super::gguf::{GgufCheckpoint, GgufModel};
 use super::quantized::{self, QuantizationTarget, QuantizedShape};
 use super::reading::ReadRequest;
 use super::safetensors::{SafetensorsCheckpoint, TensorView, module};
-use super::tensor_info::{StoredDtype, TensorInfo};
+use super::tensor_info::{MatrixShape, StoredDtype, TensorInfo};
 use super::tensor_kind::TensorKind;
 use crate::kernels::quantized::WeightFormat;
 use crate::snapshot;
@@ -118,7 +118,7 @@ impl Checkpoint {
         match (self, info.shape.as_slice()) {
             (Self::Gguf(model), _) => {
                 let format = quantized::weight_format(model.stored_type(name)?)?;
-                let (rows, columns) = model.matrix_shape(name).ok()??;
+                let MatrixShape { rows, columns } = model.matrix_shape(name).ok()??;
                 Some(QuantizedShape { format, rows, columns })
             }
             (Self::Safetensors(checkpoint), &[rows, columns]) => {
@@ -130,19 +130,15 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
-    /// Stacked matrices count as one matrix with their rows combined.
+    /// Returns the shape of a matrix that can be quantized during loading.
     /// Returns `None` if there is no such tensor, if it is not a matrix, or if a safetensors file stores it transposed.
     /// For GGUF files, `GgufModel::matrix_shape` lists more tensors for which the result is `None`.
-    pub(super) fn matrix_shape(&self, name: &str, is_transposed: bool) -> Option<(usize, usize)> {
+    pub(super) fn matrix_shape(&self, name: &str, is_transposed: bool) -> Option<MatrixShape> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
             // Only safetensors files store transposed matrices. GGUF files store all matrices as `[out, in]`.
             Self::Safetensors(_) if is_transposed => None,
-            Self::Safetensors(checkpoint) => match checkpoint.info(name)?.shape.as_slice() {
-                [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
-                _ => None,
-            },
+            Self::Safetensors(checkpoint) => MatrixShape::of(&checkpoint.info(name)?.shape),
         }
     }
 

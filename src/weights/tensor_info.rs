@@ -20,6 +20,13 @@ pub struct TensorInfo {
     bytes: usize,
 }
 
+/// The rows and columns of a matrix `[out, in]`. Stacked matrices count as one matrix with their rows combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    pub rows: usize,
+    pub columns: usize,
+}
+
 /// The dtype of a tensor in its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoredDtype {
@@ -31,6 +38,16 @@ pub enum StoredDtype {
     /// A dtype that the `safetensors` crate does not know, in lower case. Only the headers of a model that is described
     /// but not loaded can have such a dtype.
     Unknown(String),
+}
+
+impl MatrixShape {
+    /// Returns the rows and columns of a tensor of shape `shape`, or `None` for a vector or scalar.
+    pub(super) fn of(shape: &[usize]) -> Option<Self> {
+        match shape {
+            [rows @ .., columns] if !rows.is_empty() => Some(Self { rows: rows.iter().product(), columns: *columns }),
+            _ => None,
+        }
+    }
 }
 
 impl TensorInfo {

@@ -26,7 +26,7 @@ pub struct ShownModel {
     pub location: &'static str,
     pub metadata: ModelMetadata,
     /// The names of the model's files, and their sizes in bytes if known.
-    /// A local GGUF model has one entry, with the total size of its parts.
+    /// A local GGUF model has one entry, with the total size of its shards.
     pub files: Vec<(String, Option<u64>)>,
 }
 

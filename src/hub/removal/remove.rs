@@ -135,18 +135,18 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
         let dir = repo.snapshot(&commit);
         let models = gguf::models_in(&dir).into_iter();
         let selected = models.filter(|model| gguf::matches_tag(&model.path.to_string_lossy(), tag));
-        let parts: Vec<PathBuf> = selected
+        let shards: Vec<PathBuf> = selected
             .flat_map(|model| {
                 let first = model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                gguf::part_names(&first).into_iter().map(move |part| model.path.with_file_name(part))
+                gguf::shard_names(&first).into_iter().map(move |shard| model.path.with_file_name(shard))
             })
             .collect();
-        if parts.is_empty() {
+        if shards.is_empty() {
             continue;
         }
-        let has_other_weights = walk(&dir)?.iter().any(|path| is_weights_file(path) && !parts.contains(path));
+        let has_other_weights = walk(&dir)?.iter().any(|path| is_weights_file(path) && !shards.contains(path));
         if has_other_weights {
-            selection.files.extend(parts);
+            selection.files.extend(shards);
         } else {
             selection.whole_commits.push(commit.clone());
         }

@@ -13,9 +13,9 @@ use anyhow::Result;
 use serde_json::{Map, Value, json};
 
 use super::architectures;
-use super::checkpoint::GgufCheckpoint;
-use super::keys::{ArchitectureKeys, widen};
-use super::metadata::{GgufMetadata, Value as MetadataValue};
+use super::architectures::{ArchitectureKeys, widen};
+use super::file::GgufCheckpoint;
+use super::file::{GgufMetadata, Value as MetadataValue};
 
 impl GgufCheckpoint {
     /// Converts the GGUF metadata to the contents of a config.json.
@@ -36,7 +36,7 @@ impl GgufCheckpoint {
 fn config(file: &GgufCheckpoint) -> Result<Value> {
     let keys = ArchitectureKeys { file, architecture: file.architecture()? };
     let layout = architectures::find(keys.architecture)?;
-    let (heads, kv_heads) = file.head_counts()?;
+    let heads = file.head_counts()?;
     let head_dim = keys.head_dim()?;
     let mut fields = Map::new();
     let mut put = |name: &str, value: Value| drop(fields.insert(name.into(), value));
@@ -47,8 +47,8 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     let intermediate = keys.size("feed_forward_length")?.filter(|length| *length > 0);
     put("intermediate_size", intermediate.or(keys.size("expert_feed_forward_length")?).into());
     put("num_hidden_layers", file.block_count()?.into());
-    put("num_attention_heads", heads.into());
-    put("num_key_value_heads", kv_heads.into());
+    put("num_attention_heads", heads.query.into());
+    put("num_key_value_heads", heads.kv.into());
     put("head_dim", head_dim.into());
     put("max_position_embeddings", keys.required_size("context_length")?.into());
     put("rms_norm_eps", keys.float("attention.layer_norm_rms_epsilon")?.into());

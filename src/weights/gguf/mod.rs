@@ -1,4 +1,4 @@
-//! GGUF files, versions 2 and 3, little-endian: metadata and tensors, in one file or split into parts.
+//! GGUF files, versions 2 and 3, little-endian: metadata and tensors, in one file or in shards.
 //!
 //! Source: the format specification (ggml-org/ggml, `docs/gguf.md`).
 //!
@@ -9,39 +9,24 @@
 //! The bytes of the header stay in memory, and a metadata value is read from them whenever it is requested.
 //! The constants in [`limits`] bound the memory that a parsed header takes.
 //!
-//! - `header`, `metadata`, `cursor`: parse the header of one file
-//! - `part`, `split`, `checkpoint`: open one file or all parts of a split model, and give access to their tensors
-//! - `model`, `model_tensor`, `mapping`, `experts`, `tensor_names`: present the file as a checkpoint whose tensors have
-//!   their Hugging Face names
-//! - `architectures`, `layout`: the supported architectures, and how their files differ from Hugging Face checkpoints
-//! - `config`, `config_fields`, `keys`: convert metadata to the fields of config.json and generation_config.json
+//! - `file/`: opens one file, or all shards of a sharded model
+//! - `architectures/`: the supported architectures, and how their files differ from Hugging Face checkpoints
+//! - `model/`: presents a file as a checkpoint whose tensors have their Hugging Face names
+//! - `config`: converts metadata to the fields of config.json and generation_config.json
 //! - `vocabulary`: the vocabulary and the chat template
-//! - `remote`: reads the headers of files on a hub
+//! - `tensor_names`: the names of layer tensors and of RoPE factors
 //! - `limits`: limits on the contents of files
 
 mod architectures;
-mod checkpoint;
 mod config;
-mod config_fields;
-mod cursor;
-mod experts;
-mod header;
-mod keys;
-mod layout;
+mod file;
 pub mod limits;
-mod mapping;
-mod metadata;
 mod model;
-mod model_tensor;
-mod part;
-mod remote;
-mod split;
 mod tensor_names;
 mod vocabulary;
 
-pub use checkpoint::{GgufCheckpoint, GgufTensorView};
-pub use header::{GgufHeader, GgufTensorInfo};
-pub use metadata::{Array, GgufMetadata, Value, ValueType};
+pub use file::{
+    Array, GgufCheckpoint, GgufHeader, GgufMetadata, GgufTensorInfo, GgufTensorView, ReadRange, Value, ValueType,
+};
 pub use model::GgufModel;
-pub use remote::ReadRange;
 pub use vocabulary::{chat_template, vocabulary};

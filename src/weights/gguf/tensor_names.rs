@@ -5,21 +5,22 @@
 pub const ROPE_FACTOR_TENSORS: [&str; 3] =
     ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 
-/// The parts of a tensor name of the form `blk.N.part.suffix`.
+/// A tensor name of the form `blk.N.module.suffix`.
 pub struct LayerTensorName<'n> {
     pub layer: usize,
-    pub part: &'n str,
+    /// The module of the tensor within the layer, such as `attn_q`.
+    pub module: &'n str,
     /// The text after the last dot of the tensor name, such as `weight` or `bias`.
     pub suffix: &'n str,
 }
 
 impl<'n> LayerTensorName<'n> {
-    /// Parses a tensor name. Returns `None` if the name does not have the form `blk.N.part.suffix`.
+    /// Parses a tensor name. Returns `None` if the name does not have the form `blk.N.module.suffix`.
     pub fn parse(name: &'n str) -> Option<Self> {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
-        let (part, suffix) = rest.rsplit_once('.')?;
+        let (module, suffix) = rest.rsplit_once('.')?;
         // `str::parse` also accepts `+1` and `01`. Reject them, so that a tensor has only one name.
         let layer = layer.parse().ok().filter(|number: &usize| number.to_string() == layer)?;
-        Some(Self { layer, part, suffix })
+        Some(Self { layer, module, suffix })
     }
 }

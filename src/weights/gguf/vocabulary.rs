@@ -2,8 +2,8 @@
 
 use anyhow::{Result, bail};
 
-use super::checkpoint::GgufCheckpoint;
-use super::metadata::GgufMetadata;
+use super::file::GgufCheckpoint;
+use super::file::GgufMetadata;
 use crate::files::MAX_CHAT_TEMPLATE_BYTES;
 use crate::text::{excerpt, size};
 use crate::tokenizer::gguf::Vocabulary;

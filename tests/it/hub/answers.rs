@@ -88,7 +88,7 @@ fn long_lists_are_searched_and_shown_quickly() {
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["show", REPO, "--remote"]));
     output.assert_fails(1, &["lists 60000 shards, but the limit is 2048"]);
 
-    // The hub lists 60,000 GGUF models with 1024 parts each, but only the first part of each model.
+    // The hub lists 60,000 GGUF models with 1024 shards each, but only the first shard of each model.
     let models = (0..60_000).map(|number| file(&format!("m-Q{number}-00001-of-01024.gguf")));
     let fake = with_listing(listing_of(models));
     for (args, model) in [

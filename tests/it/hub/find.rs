@@ -61,17 +61,17 @@ fn one_of_several_gguf_files_is_chosen_by_its_tag() {
 
 #[test]
 fn gguf_file_names_may_have_capitals() {
-    let parts = ["b-Q8_0-00001-of-00002.GGUF", "b-Q8_0-00002-of-00002.GGUF"];
-    let fake = FakeHub::start(&[("a-Q4_K_M.GGUF", b"GGUF?"), (parts[0], b"GGUF"), (parts[1], b"GGUF!")]);
+    let shards = ["b-Q8_0-00001-of-00002.GGUF", "b-Q8_0-00002-of-00002.GGUF"];
+    let fake = FakeHub::start(&[("a-Q4_K_M.GGUF", b"GGUF?"), (shards[0], b"GGUF"), (shards[1], b"GGUF!")]);
     let machine = Machine::new(fake.endpoint());
     let (message, _) = message_and_code(machine.download());
     assert!(message.contains(&format!("inferno download {REPO}:Q4_K_M\n")), "{message}");
     let tag = |tag: &str| FileFilter { tag: Some(tag.to_string()), ..FileFilter::default() };
     let snapshot = machine.hub().download(REPO, None, &tag("Q8_0"), &()).unwrap();
-    assert_eq!(file_names(&snapshot.path), parts);
+    assert_eq!(file_names(&snapshot.path), shards);
     machine.hub().download(REPO, None, &tag("q4_k_m"), &()).unwrap();
     let found = machine.hub().find(&format!("{REPO}:Q8_0"), None).unwrap();
-    assert_eq!(found.path, snapshot.path.join(parts[0]));
+    assert_eq!(found.path, snapshot.path.join(shards[0]));
     let names: Vec<String> = machine.hub().list().unwrap().into_iter().map(|model| model.name).collect();
     assert_eq!(names, [format!("{REPO}:Q4_K_M"), format!("{REPO}:Q8_0")]);
 }

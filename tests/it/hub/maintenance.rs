@@ -306,13 +306,13 @@ fn impossible_repair_deletes_nothing() {
 }
 
 #[test]
-fn missing_gguf_part_is_named_with_its_folder() {
-    let parts = ["Q8/a-Q8-00001-of-00002.gguf", "Q8/a-Q8-00002-of-00002.gguf"];
-    let fake = FakeHub::start(&[(parts[0], b"GGUF"), (parts[1], b"GGUF2")]);
+fn missing_gguf_shard_is_named_with_its_folder() {
+    let shards = ["Q8/a-Q8-00001-of-00002.gguf", "Q8/a-Q8-00002-of-00002.gguf"];
+    let fake = FakeHub::start(&[(shards[0], b"GGUF"), (shards[1], b"GGUF2")]);
     let machine = Machine::new(fake.endpoint());
     let snapshot = machine.hub().download(REPO, None, &super::include_only("*Q8*"), &()).unwrap();
-    fs::remove_file(snapshot.path.join(parts[1])).unwrap();
-    assert_eq!(verify(&machine.hub()), [(parts[1].to_string(), FileState::Missing)]);
+    fs::remove_file(snapshot.path.join(shards[1])).unwrap();
+    assert_eq!(verify(&machine.hub()), [(shards[1].to_string(), FileState::Missing)]);
     machine.hub().repair(&machine.hub().verify(Some(REPO), None, &()).unwrap()[0], &()).unwrap();
     assert!(verify(&machine.hub()).is_empty());
 }

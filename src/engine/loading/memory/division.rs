@@ -10,8 +10,8 @@ use crate::device::Split;
 use crate::error::Error;
 use crate::nn::kv_cache::CacheLayout;
 use crate::text::counted;
-use crate::weights::division::RankShare;
 use crate::weights::inventory::ModelBytes;
+use crate::weights::inventory::RankShare;
 
 /// The maximum default chunk size, in tokens, if each rank holds whole layers.
 ///

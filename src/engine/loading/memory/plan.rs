@@ -11,8 +11,8 @@ use crate::error::Error;
 use crate::models::Architecture;
 use crate::nn::kv_cache::{CacheLayout, LayerSpec};
 use crate::weights::Inventory;
-use crate::weights::division::RankShare;
 use crate::weights::inventory::ModelBytes;
+use crate::weights::inventory::RankShare;
 
 /// The maximum chunk size in tokens.
 ///

@@ -6,8 +6,8 @@ use super::plan::MemoryPlan;
 use super::token_workspace::MIN_WORKSPACE_BYTES_PER_TOKEN;
 use crate::device::DeviceInfo;
 use crate::nn::kv_cache::{CacheLayout, LayerSpec};
-use crate::weights::division::RankShare;
 use crate::weights::inventory::ModelBytes;
+use crate::weights::inventory::RankShare;
 
 pub fn plan() -> MemoryPlan {
     const FULL: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: None };

@@ -4,13 +4,12 @@ use std::collections::{BTreeMap, HashSet};
 
 use anyhow::{Context, Result, bail};
 
-use super::architectures;
-use super::checkpoint::GgufCheckpoint;
 use super::experts::Experts;
-use super::layout::{ArchitectureLayout, TensorKind};
 use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
-use super::tensor_names::LayerTensorName;
 use crate::text::{counted, excerpt};
+use crate::weights::gguf::architectures::{self, ArchitectureLayout, GgufTensorKind};
+use crate::weights::gguf::file::GgufCheckpoint;
+use crate::weights::gguf::tensor_names::LayerTensorName;
 use crate::weights::tensor_info::TensorInfo;
 
 /// Returns the tensors of the model, keyed by Hugging Face name.
@@ -28,11 +27,11 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
             bail!("tensor {} belongs to layer {layer}, but {}.block_count is {layers}", excerpt(name), layout.name);
         }
         match layout.kind(name) {
-            Some(TensorKind::Tensor(hf_name)) => {
+            Some(GgufTensorKind::Tensor(hf_name)) => {
                 let tensor = single(file, layout, name).with_context(|| format!("tensor {}", excerpt(name)))?;
                 tensors.insert(hf_name, tensor);
             }
-            Some(TensorKind::Expert | TensorKind::NotAWeight) => {}
+            Some(GgufTensorKind::Expert | GgufTensorKind::NotAWeight) => {}
             None => {
                 bail!(
                     "tensor {} of shape {:?} is not part of the {} architecture",
@@ -48,7 +47,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
         experts.add(&mut tensors)?;
     }
     let used: HashSet<&str> = tensors.values().flat_map(|tensor| &tensor.sources).map(String::as_str).collect();
-    let is_unused = |name: &&str| layout.kind(name) == Some(TensorKind::Expert) && !used.contains(name);
+    let is_unused = |name: &&str| layout.kind(name) == Some(GgufTensorKind::Expert) && !used.contains(name);
     if let Some(name) = file.tensors().map(|(name, _)| name).find(is_unused) {
         bail!("unexpected expert tensor {} in a {} model", excerpt(name), layout.name);
     }
@@ -58,11 +57,13 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
 /// Returns the model tensor that is built from the single GGUF tensor `name`.
 fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Result<ModelTensor> {
     let info = file.required(name)?;
-    let part = LayerTensorName::parse(name).map(|name| name.part);
-    let (mut rows, mut transform, mut shape) = (RowMapping::Identity, Transform::None, info.shape.clone());
-    if layout.is_permuted && matches!(part, Some("attn_q" | "attn_k")) {
+    let module = LayerTensorName::parse(name).map(|name| name.module);
+    let mut shape = info.shape.clone();
+    let mut rows = RowMapping::Identity;
+    let mut transform = Transform::None;
+    if layout.is_permuted && matches!(module, Some("attn_q" | "attn_k")) {
         let heads = file.head_counts()?;
-        let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
+        let heads = if module == Some("attn_q") { heads.query } else { heads.kv };
         let length = shape.first().copied().unwrap_or(0);
         if heads == 0 || length == 0 || !length.is_multiple_of(2 * heads) {
             bail!(
@@ -78,7 +79,7 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         }
     } else if layout.has_norms_plus_one && name.ends_with("norm.weight") {
         transform = Transform::MinusOne;
-    } else if layout.is_transposed && part.is_some() && shape.len() == 2 {
+    } else if layout.is_transposed && module.is_some() && shape.len() == 2 {
         transform = Transform::Transposed;
         shape.swap(0, 1);
     }

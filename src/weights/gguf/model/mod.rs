@@ -6,6 +6,16 @@
 //! - [`GgufModel::packed`]: keeps the MXFP4 experts of gpt-oss packed
 //! - [`GgufModel::rows_to_quantize`]: quantizes a matrix during loading
 //! - [`GgufModel::float`]: converts a tensor to floats
+//!
+//! The modules:
+//! - `mapping`, `experts`: determine which GGUF tensors each tensor of the model is built from
+//! - `model_tensor`: the result of this mapping
+//! - `source_rows`: reads the rows of a tensor
+
+mod experts;
+mod mapping;
+mod model_tensor;
+mod source_rows;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,16 +23,15 @@ use std::ops::Range;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
+use mapping::map_tensors;
+use model_tensor::{ModelTensor, RowMapping, Transform};
+use source_rows::SourceRows;
 
-use super::checkpoint::{GgufCheckpoint, GgufTensorView};
-use super::mapping::map_tensors;
-use super::model_tensor::{ModelTensor, RowMapping, Transform};
 use crate::weights::ggml::GgmlType;
+use crate::weights::gguf::file::{GgufCheckpoint, GgufTensorView};
 use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
-use crate::weights::reading::{
-    RowBuffer, RowSource, RowsToConvert, SharedReads, Slice, StoredBytes, StoredRows, convert_all,
-};
-use crate::weights::tensor_info::TensorInfo;
+use crate::weights::reading::{RowBuffer, RowsToConvert, SharedReads, Slice, StoredBytes, convert_all};
+use crate::weights::tensor_info::{MatrixShape, TensorInfo};
 
 /// An open GGUF file and the tensors of its model.
 pub struct GgufModel {
@@ -95,20 +104,19 @@ impl GgufModel {
 
     /// Returns the rows of a matrix that stays quantized, or `None` for any other tensor.
     pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
-        let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
-        let source = self.source_rows(self.required(name)?)?;
-        let (ggml_type, _) = source.sources[0];
-        Ok(MatrixRows::from_blocks(ggml_type, rows, columns, source))
+        let Some(MatrixShape { rows, columns }) = self.matrix_shape(name)? else { return Ok(None) };
+        let source = SourceRows::new(&self.file, self.required(name)?)?;
+        Ok(MatrixRows::from_blocks(source.first_type(), rows, columns, source))
     }
 
     /// Returns the rows of a matrix that loading quantizes to `target`.
     /// Returns `None` if [`matrix_shape`](Self::matrix_shape) does, or if `target` does not support the row length.
     pub fn rows_to_quantize(&self, name: &str, target: QuantizationTarget) -> Result<Option<MatrixRows<'_>>> {
-        let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
-        let source = self.source_rows(self.required(name)?)?;
+        let Some(MatrixShape { rows, columns }) = self.matrix_shape(name)? else { return Ok(None) };
+        let source = SourceRows::new(&self.file, self.required(name)?)?;
         let row = move |row: usize, buffer: &mut RowBuffer, values: &mut [f32]| {
-            let (ggml_type, bytes) = source.get(row, buffer)?;
-            ggml_type.dequantize(bytes, values)
+            let row = source.get(row, buffer)?;
+            row.ggml_type.dequantize(row.bytes, values)
         };
         Ok(MatrixRows::from_floats(target, rows, columns, row))
     }
@@ -116,15 +124,14 @@ impl GgufModel {
     /// Returns the size in bytes of a matrix that stays quantized in memory, or `None` for any other tensor.
     pub fn packed_bytes(&self, name: &str) -> Option<u64> {
         let format = quantized::weight_format(self.stored_type(name)?)?;
-        let (rows, columns) = self.matrix_shape(name).ok()??;
+        let MatrixShape { rows, columns } = self.matrix_shape(name).ok()??;
         Some(format.bytes(rows as u64, columns as u64))
     }
 
-    /// Returns the rows and columns of a matrix `[out, in]`.
-    /// Stacked matrices count as one matrix with their rows combined.
+    /// Returns the shape of a matrix that can be quantized in memory.
     /// Returns `None` for vectors, interleaved biases, packed MXFP4 tensors and stacks of transposed matrices,
     /// and for a matrix whose source tensors have different types.
-    pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
+    pub fn matrix_shape(&self, name: &str) -> Result<Option<MatrixShape>> {
         let tensor = self.required(name)?;
         let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
         let first = types.next().flatten();
@@ -140,10 +147,7 @@ impl GgufModel {
             },
             _ => return Ok(None),
         };
-        Ok(match shape.as_slice() {
-            [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
-            _ => None,
-        })
+        Ok(MatrixShape::of(shape))
     }
 
     /// Returns a tensor as floats of `dtype` (F32, F16 or BF16) in host memory.
@@ -214,14 +218,14 @@ impl GgufModel {
         convert: impl Fn(f32) -> T + Sync,
     ) -> Result<Tensor> {
         let tensor = self.required(name)?;
-        let rows = self.source_rows(tensor)?;
+        let rows = SourceRows::new(&self.file, tensor)?;
         let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
         // Limit the row length, because a malicious tensor with 0 rows can declare a huge one.
         let columns = rows.columns.min(tensor.info.elements()).max(1);
         let convert_row = |row: usize, buffer: &mut RowBuffer, values: &mut [T]| {
             let mut floats = vec![0.0; columns];
-            let (ggml_type, bytes) = rows.get(row, buffer)?;
-            ggml_type.dequantize(bytes, &mut floats)?;
+            let row = rows.get(row, buffer)?;
+            row.ggml_type.dequantize(row.bytes, &mut floats)?;
             values.iter_mut().zip(floats).for_each(|(value, float)| *value = convert(float + shift));
             Ok(())
         };
@@ -255,7 +259,7 @@ impl GgufModel {
     /// Like [`packed`](Self::packed). If `shared` is given, the ranks read and convert the tensor together.
     pub(in crate::weights) fn shared_packed(&self, name: &str, shared: Option<&SharedReads>) -> Result<Tensor> {
         let tensor = self.required(name)?;
-        let rows = self.source_rows(tensor)?;
+        let rows = SourceRows::new(&self.file, tensor)?;
         let per_block = match tensor.transform {
             Transform::Mxfp4Elements => 16,
             Transform::Mxfp4Scales => 1,
@@ -264,8 +268,8 @@ impl GgufModel {
         let row_bytes = (rows.columns / GgmlType::Mxfp4.block_length() * per_block).max(1);
         let rows_to_convert = RowsToConvert { name, rows: tensor.info.elements() / row_bytes, row_length: row_bytes };
         let unpack = |row: usize, buffer: &mut RowBuffer, out: &mut [u8]| {
-            let (_, row) = rows.get(row, buffer)?;
-            let blocks = row.chunks_exact(GgmlType::Mxfp4.block_bytes());
+            let row = rows.get(row, buffer)?;
+            let blocks = row.bytes.chunks_exact(GgmlType::Mxfp4.block_bytes());
             for (block, out) in blocks.zip(out.chunks_exact_mut(per_block)) {
                 match out {
                     [scale] => *scale = block[0],
@@ -277,22 +281,6 @@ impl GgufModel {
         let bytes = convert_all(shared, rows_to_convert, unpack).with_context(|| format!("tensor {name}"))?;
         Ok(Tensor::from_vec(bytes, tensor.info.shape.as_slice(), &Device::Cpu)?)
     }
-
-    fn source_rows(&self, tensor: &ModelTensor) -> Result<SourceRows<'_>> {
-        let sources = tensor.sources.iter().map(|name| self.file.view(name)).collect::<Result<Vec<_>>>()?;
-        let columns = match tensor.transform {
-            Transform::Vector => 1,
-            _ => sources[0].info.shape.last().copied().unwrap_or(1),
-        };
-        let bytes = |view: &GgufTensorView| view.info.ggml_type.bytes(columns as u64, 1);
-        let sources = sources.into_iter().map(|view| {
-            let row_bytes = bytes(&view).with_context(|| {
-                format!("row length {columns} is not a multiple of the block length of {}", view.info.ggml_type)
-            })?;
-            Ok((view.info.ggml_type, StoredRows { bytes: view.bytes, row_bytes: row_bytes as usize }))
-        });
-        Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, mapping: tensor.rows })
-    }
 }
 
 /// The rows of a tensor to read and convert.
@@ -301,40 +289,6 @@ enum RowsToLoad<'r> {
     All(Option<&'r SharedReads>),
     /// Ranges of the rows of a matrix. The ranges must be within the matrix.
     Ranges(&'r [Range<usize>]),
-}
-
-/// The rows of a tensor, read from its source tensors.
-struct SourceRows<'c> {
-    /// The ggml type and the rows of each source tensor.
-    sources: Vec<(GgmlType, StoredRows<'c>)>,
-    columns: usize,
-    mapping: RowMapping,
-}
-
-impl SourceRows<'_> {
-    /// Returns the ggml type and the bytes of one row. The bytes may be stored in `buffer`.
-    fn get<'b>(&'b self, row: usize, buffer: &'b mut RowBuffer) -> Result<(GgmlType, &'b [u8])> {
-        let (source, row) = match self.mapping {
-            RowMapping::Identity => (0, row),
-            RowMapping::InterleavedHalves(head) => {
-                let (start, within) = (row - row % head, row % head);
-                (0, start + within % (head / 2) * 2 + within / (head / 2))
-            }
-            RowMapping::RoundRobin(rows) => {
-                let (turn, within) = (row / rows, row % rows);
-                (turn % self.sources.len(), turn / self.sources.len() * rows + within)
-            }
-        };
-        let (ggml_type, rows) = &self.sources[source];
-        // This row exists, because `map_tensors` computed the tensor's shape from the shapes of its sources.
-        Ok((*ggml_type, rows.row(row, buffer)?))
-    }
-}
-
-impl RowSource for SourceRows<'_> {
-    fn row<'b>(&'b self, row: usize, buffer: &'b mut RowBuffer) -> Result<&'b [u8]> {
-        Ok(self.get(row, buffer)?.1)
-    }
 }
 
 /// Reorders the nibbles of an MXFP4 block from the ggml layout to the safetensors layout of gpt-oss.
@@ -368,19 +322,5 @@ mod tests {
         pair_neighbors(&from, &mut to);
         let elements: Vec<u8> = to.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect();
         assert_eq!(elements, (0..32).map(|i| i % 16).collect::<Vec<u8>>());
-    }
-
-    #[test]
-    fn interleaved_halves_are_separated() {
-        let bytes: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_le_bytes()).collect();
-        let rows = SourceRows {
-            sources: vec![(GgmlType::F32, StoredRows { bytes: StoredBytes::Memory(&bytes), row_bytes: 4 })],
-            columns: 1,
-            mapping: RowMapping::InterleavedHalves(6),
-        };
-        let mut buffer = RowBuffer::default();
-        let mut read = |row| f32::from_le_bytes(rows.row(row, &mut buffer).unwrap().try_into().unwrap());
-        let read: Vec<f32> = (0..12).map(&mut read).collect();
-        assert_eq!(read, [0., 2., 4., 1., 3., 5., 6., 8., 10., 7., 9., 11.]);
     }
 }

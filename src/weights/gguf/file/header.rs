@@ -7,10 +7,10 @@ use std::ops::Range;
 use anyhow::{Context, Result, bail};
 
 use super::cursor::{Cursor, NeedsMoreBytes};
-use super::limits::{MAX_DIMENSIONS, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TENSORS};
 use super::metadata::{GgufMetadata, Value, ValueLocation};
 use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
+use crate::weights::gguf::limits::{MAX_DIMENSIONS, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TENSORS};
 
 const MAGIC: [u8; 4] = *b"GGUF";
 const DEFAULT_ALIGNMENT: u32 = 32;
@@ -29,9 +29,9 @@ pub struct GgufTensorInfo {
     /// The shape with the outermost dimension first, as in safetensors. GGUF files store the innermost dimension first.
     pub shape: Vec<usize>,
     pub bytes: usize,
-    /// The index of the file part that contains the tensor.
-    pub(super) part: usize,
-    /// The byte offset of the tensor in this part.
+    /// The index of the shard that contains the tensor.
+    pub(super) shard: usize,
+    /// The byte offset of the tensor in this shard.
     pub(super) start: usize,
 }
 
@@ -182,7 +182,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     };
     shape.reverse();
     let shape = shape.into_iter().map(usize::try_from).collect::<Result<_, _>>().context("the shape is too large")?;
-    Ok(UncheckedTensor { info: GgufTensorInfo { ggml_type, shape, bytes, part: 0, start: 0 }, offset })
+    Ok(UncheckedTensor { info: GgufTensorInfo { ggml_type, shape, bytes, shard: 0, start: 0 }, offset })
 }
 
 /// Checks that a tensor is aligned and lies within the file, and computes its offset in the file.

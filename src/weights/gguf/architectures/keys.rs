@@ -5,11 +5,11 @@
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
 
-use super::checkpoint::GgufCheckpoint;
-use super::limits::MAX_HEAD_DIM;
-use super::metadata::{GgufMetadata, Value as MetadataValue};
-use super::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::text::{counted, quote};
+use crate::weights::gguf::file::GgufCheckpoint;
+use crate::weights::gguf::file::{GgufMetadata, Value as MetadataValue};
+use crate::weights::gguf::limits::MAX_HEAD_DIM;
+use crate::weights::gguf::tensor_names::ROPE_FACTOR_TENSORS;
 
 /// Access to the metadata keys that start with the name of the architecture, such as `llama.block_count`.
 pub struct ArchitectureKeys<'c> {
@@ -48,7 +48,7 @@ impl<'c> ArchitectureKeys<'c> {
     /// Fails if this default is not an integer, if keys and values have different head sizes, or if the metadata lacks
     /// the hidden size or the number of heads.
     pub fn head_dim(&self) -> Result<u64> {
-        let (heads, hidden) = (self.file.head_counts()?.0 as u64, self.required_size("embedding_length")?);
+        let (heads, hidden) = (self.file.head_counts()?.query as u64, self.required_size("embedding_length")?);
         let head_dim = match self.size("attention.key_length")? {
             Some(length) => length,
             None if heads == 0 || hidden.is_multiple_of(heads) => hidden / heads.max(1),

@@ -6,18 +6,18 @@ use ::safetensors::tensor::Dtype;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use super::checkpoint::Checkpoint;
-use super::gguf::GgufModel;
 use super::progress::LoadProgress;
-use super::quantized::{self, QuantizationTarget};
-use super::reading::{
+use crate::error::Error;
+use crate::text::excerpt;
+use crate::weights::checkpoint::Checkpoint;
+use crate::weights::gguf::GgufModel;
+use crate::weights::quantized::{self, QuantizationTarget};
+use crate::weights::reading::{
     Axis, ByteRange, PartSource, PartToRead, RankReader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart,
     TensorReader,
 };
-use super::safetensors::{TensorView, module};
-use super::tensor_info::TensorInfo;
-use crate::error::Error;
-use crate::text::excerpt;
+use crate::weights::safetensors::{TensorView, module};
+use crate::weights::tensor_info::TensorInfo;
 use crate::world::World;
 
 /// The tensors of a checkpoint whose names start with a prefix, plus the device and dtype to load them with.

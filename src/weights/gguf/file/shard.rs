@@ -1,4 +1,4 @@
-//! One file of a GGUF model. A model consists of one file or several parts.
+//! One file of a GGUF model. A model consists of one file or several shards.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail};
 
 use super::cursor::NeedsMoreBytes;
 use super::header::{GgufHeader, GgufTensorInfo};
-use super::limits::MAX_HEADER_BYTES;
 use super::metadata::GgufMetadata;
+use crate::weights::gguf::limits::MAX_HEADER_BYTES;
 use crate::weights::reading::{ByteRange, StoredBytes, WeightsFile};
 
 /// The sizes in bytes of the file beginnings that [`read_header`] tries to parse, smallest first.
@@ -18,7 +18,7 @@ use crate::weights::reading::{ByteRange, StoredBytes, WeightsFile};
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a GGUF model, with its parsed header.
-pub struct GgufPart {
+pub struct GgufShard {
     pub path: PathBuf,
     pub header: GgufHeader,
     /// The beginning of the file, which contains the header.
@@ -33,7 +33,7 @@ pub enum TensorData {
     Remote(BTreeMap<usize, Vec<u8>>),
 }
 
-impl GgufPart {
+impl GgufShard {
     /// Opens a GGUF file and parses its header.
     pub fn open(path: PathBuf) -> Result<Self> {
         let source = WeightsFile::open(&path)?;
@@ -92,21 +92,21 @@ pub fn read_header(
     bail!("cannot read {name}: its header is larger than {} MiB", MAX_HEADER_BYTES >> 20)
 }
 
-/// Finds and opens the parts of a GGUF model, on the local disk or on a hub.
-pub trait PartOpener {
+/// Finds and opens the shards of a GGUF model, on the local disk or on a hub.
+pub trait ShardOpener {
     fn exists(&self, path: &Path) -> bool;
-    fn open(&self, path: &Path) -> Result<GgufPart>;
+    fn open(&self, path: &Path) -> Result<GgufShard>;
 }
 
-/// Opens the parts of a GGUF model on the local disk.
-pub struct LocalParts;
+/// Opens the shards of a GGUF model on the local disk.
+pub struct LocalShards;
 
-impl PartOpener for LocalParts {
+impl ShardOpener for LocalShards {
     fn exists(&self, path: &Path) -> bool {
         path.exists()
     }
 
-    fn open(&self, path: &Path) -> Result<GgufPart> {
-        GgufPart::open(path.to_path_buf())
+    fn open(&self, path: &Path) -> Result<GgufShard> {
+        GgufShard::open(path.to_path_buf())
     }
 }

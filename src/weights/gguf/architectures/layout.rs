@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::{Map, Value};
 
 use super::keys::ArchitectureKeys;
-use super::tensor_names::{LayerTensorName, ROPE_FACTOR_TENSORS};
+use crate::weights::gguf::tensor_names::{LayerTensorName, ROPE_FACTOR_TENSORS};
 
 /// A function that adds, changes or removes the config.json fields that depend on the architecture.
 pub type AddFields = fn(&ArchitectureKeys, &mut Map<String, Value>) -> Result<()>;
@@ -26,11 +26,11 @@ pub struct ArchitectureLayout {
     /// Whether the Hugging Face checkpoint stores layer matrices transposed, as in the `Conv1D` layers of GPT-2.
     pub is_transposed: bool,
     pub outer: &'static OuterNames,
-    /// The GGUF and Hugging Face names of layer tensors. Names in `parts` take precedence over `standard_parts`.
-    pub parts: &'static [(&'static str, &'static str)],
-    /// Either [`STANDARD_PARTS`], or an empty list if `parts` names all layer tensors.
-    pub standard_parts: &'static [(&'static str, &'static str)],
-    /// The GGUF names of the layer tensors that may have a bias.
+    /// The GGUF and Hugging Face names of the modules in a layer. Names in `modules` take precedence over `standard_modules`.
+    pub modules: &'static [(&'static str, &'static str)],
+    /// Either [`STANDARD_MODULES`], or an empty list if `modules` names all modules in a layer.
+    pub standard_modules: &'static [(&'static str, &'static str)],
+    /// The GGUF names of the modules that may have a bias.
     pub biased: &'static [&'static str],
     pub add_fields: AddFields,
 }
@@ -45,8 +45,8 @@ pub struct OuterNames {
     pub has_norm_bias: bool,
 }
 
-/// The GGUF and Hugging Face names of layer tensors in Llama and most other architectures.
-pub const STANDARD_PARTS: &[(&str, &str)] = &[
+/// The GGUF and Hugging Face names of the modules in a layer of Llama and most other architectures.
+pub const STANDARD_MODULES: &[(&str, &str)] = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -59,9 +59,9 @@ pub const STANDARD_PARTS: &[(&str, &str)] = &[
     ("ffn_gate_inp", "mlp.gate"),
 ];
 
-/// The kind of a tensor in a GGUF file.
+/// What a tensor of a GGUF file is for the model.
 #[derive(Debug, PartialEq, Eq)]
-pub enum TensorKind {
+pub enum GgufTensorKind {
     /// A weight or bias outside the routed experts. Holds the Hugging Face name of the tensor.
     Tensor(String),
     /// A tensor with weights or biases of routed experts.
@@ -73,14 +73,14 @@ pub enum TensorKind {
 impl ArchitectureLayout {
     /// Returns the kind of a tensor, or `None` if the architecture has no tensor of this name.
     /// Expert tensors, RoPE factors and `attn_rot_embd` have a kind in every architecture.
-    pub fn kind(&self, name: &str) -> Option<TensorKind> {
-        let tensor = |name: &str, suffix: &str| Some(TensorKind::Tensor(format!("{name}.{suffix}")));
+    pub fn kind(&self, name: &str) -> Option<GgufTensorKind> {
+        let tensor = |name: &str, suffix: &str| Some(GgufTensorKind::Tensor(format!("{name}.{suffix}")));
         if ROPE_FACTOR_TENSORS.contains(&name) {
-            return Some(TensorKind::NotAWeight);
+            return Some(GgufTensorKind::NotAWeight);
         }
-        let Some(LayerTensorName { layer, part, suffix }) = LayerTensorName::parse(name) else {
-            let (part, suffix) = name.rsplit_once('.')?;
-            return match (part, suffix) {
+        let Some(LayerTensorName { layer, module, suffix }) = LayerTensorName::parse(name) else {
+            let (module, suffix) = name.rsplit_once('.')?;
+            return match (module, suffix) {
                 ("token_embd", "weight") => tensor(self.outer.embed_tokens, suffix),
                 ("position_embd", "weight") => tensor(self.outer.embed_positions?, suffix),
                 ("output_norm", "weight") => tensor(self.outer.norm, suffix),
@@ -90,20 +90,20 @@ impl ArchitectureLayout {
             };
         };
         // Old Mixtral files have one tensor per expert, such as `ffn_gate.7`. New files stack all experts.
-        let (stem, expert) = part.split_once('.').unwrap_or((part, ""));
-        if part.ends_with("_exps") || (expert.parse::<usize>().is_ok() && stem.starts_with("ffn_")) {
-            return Some(TensorKind::Expert);
+        let (stem, expert) = module.split_once('.').unwrap_or((module, ""));
+        if module.ends_with("_exps") || (expert.parse::<usize>().is_ok() && stem.starts_with("ffn_")) {
+            return Some(GgufTensorKind::Expert);
         }
-        if part == "attn_rot_embd" {
-            return Some(TensorKind::NotAWeight);
+        if module == "attn_rot_embd" {
+            return Some(GgufTensorKind::NotAWeight);
         }
-        let (_, module) = self.parts.iter().chain(self.standard_parts).find(|(gguf, _)| *gguf == part)?;
+        let (_, hf_module) = self.modules.iter().chain(self.standard_modules).find(|(gguf, _)| *gguf == module)?;
         match suffix {
-            "weight" if part == "attn_sinks" => {
-                Some(TensorKind::Tensor(format!("{}.{layer}.{module}", self.outer.layers)))
+            "weight" if module == "attn_sinks" => {
+                Some(GgufTensorKind::Tensor(format!("{}.{layer}.{hf_module}", self.outer.layers)))
             }
-            "bias" if !self.biased.contains(&part) => None,
-            "weight" | "bias" => tensor(&format!("{}.{layer}.{module}", self.outer.layers), suffix),
+            "bias" if !self.biased.contains(&module) => None,
+            "weight" | "bias" => tensor(&format!("{}.{layer}.{hf_module}", self.outer.layers), suffix),
             _ => None,
         }
     }

@@ -7,9 +7,9 @@ use std::ops::Range;
 use anyhow::{Result, bail};
 
 use super::loader::Weights;
-use super::tensor_kind::is_never_loaded;
-use super::tensor_table::{Form, TensorTable};
 use crate::text::excerpt;
+use crate::weights::tensor_kind::is_never_loaded;
+use crate::weights::tensor_table::{Form, TensorTable};
 
 /// The name of a matrix that occurs only in layers for multi-token prediction (MTP), which follow the decoder layers.
 /// inferno skips MTP layers, because they serve only to draft tokens for speculative decoding.

@@ -4,14 +4,14 @@ use ::safetensors::tensor::Dtype;
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
-use super::checkpoint::Checkpoint;
-use super::compressed::{Activations, CodeType, WeightScales};
 use super::loader::Weights;
-use super::quantized::{self, MatrixRows, QuantizedShape};
-use super::reading::{RowBuffer, RowSource, Slice, StoredRows};
-use super::safetensors::{self, SafetensorsCheckpoint, module};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
+use crate::weights::checkpoint::Checkpoint;
+use crate::weights::compressed::{Activations, CodeType, WeightScales};
+use crate::weights::quantized::{self, MatrixRows, QuantizedShape};
+use crate::weights::reading::{RowBuffer, RowSource, Slice, StoredRows};
+use crate::weights::safetensors::{self, SafetensorsCheckpoint, module};
 
 impl<'c> Weights<'c> {
     /// Loads the matrix `name` of each module in `modules` and concatenates the rows of these matrices.

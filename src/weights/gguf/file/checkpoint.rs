@@ -6,14 +6,14 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 
 use super::header::GgufTensorInfo;
-use super::limits::MAX_BLOCKS;
 use super::metadata::GgufMetadata;
-use super::part::{GgufPart, LocalParts};
-use super::remote::{ReadRange, RemoteParts};
-use super::split;
-use super::tensor_names::ROPE_FACTOR_TENSORS;
+use super::remote::{ReadRange, RemoteShards};
+use super::shard::{GgufShard, LocalShards};
+use super::shards;
 use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
+use crate::weights::gguf::limits::MAX_BLOCKS;
+use crate::weights::gguf::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::weights::reading::{ReadRequest, Residency, StoredBytes};
 
 /// The names of `general.file_type` values, numbered as in `llama_ftype` of llama.cpp.
@@ -39,9 +39,9 @@ const FILE_TYPES: &[(u32, &str)] = &[
     (38, "MXFP4"),
 ];
 
-/// An open GGUF model: its parts, and one tensor table for all parts.
+/// An open GGUF model: its shards, and one tensor table for all shards.
 pub struct GgufCheckpoint {
-    parts: Vec<GgufPart>,
+    shards: Vec<GgufShard>,
     tensors: BTreeMap<String, GgufTensorInfo>,
 }
 
@@ -52,40 +52,46 @@ pub struct GgufTensorView<'c> {
     pub bytes: StoredBytes<'c>,
 }
 
+/// The numbers of attention heads in each layer.
+pub struct HeadCounts {
+    pub query: usize,
+    pub kv: usize,
+}
+
 impl GgufCheckpoint {
     /// Opens a GGUF file and parses its header.
-    /// If the file is one part of a split model, opens all parts.
+    /// If the file is one shard of a sharded model, opens all shards.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::from_parts(split::open_parts(path, &LocalParts)?)
+        Self::from_shards(shards::open_shards(path, &LocalShards)?)
     }
 
     /// Opens a model on a hub. Fetches only the RoPE factors, and the beginning of each file with at least its header.
     /// A header includes the vocabulary, so it can be more than 10 MB long.
     ///
-    /// `files` lists the names of the parts and their sizes in bytes. `read` fetches a range of a file.
+    /// `files` lists the names of the shards and their sizes in bytes. `read` fetches a range of a file.
     /// The returned checkpoint lists all tensors. Reading a tensor that was not fetched fails.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
         let (first, _) = files.first().context("cannot open a GGUF model: the list of files is empty")?;
-        Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
+        Self::from_shards(shards::open_shards(Path::new(first), &RemoteShards { files, read })?)
     }
 
-    fn from_parts(mut parts: Vec<GgufPart>) -> Result<Self> {
+    fn from_shards(mut shards: Vec<GgufShard>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
-        for (number, part) in parts.iter_mut().enumerate() {
-            for (name, info) in std::mem::take(&mut part.header.tensors) {
-                let info = GgufTensorInfo { part: number, ..info };
+        for (number, shard) in shards.iter_mut().enumerate() {
+            for (name, info) in std::mem::take(&mut shard.header.tensors) {
+                let info = GgufTensorInfo { shard: number, ..info };
                 if tensors.contains_key(&name) {
-                    bail!("tensor {} is in two parts; the second is {}", excerpt(&name), part.path.display());
+                    bail!("tensor {} is in two shards; the second is {}", excerpt(&name), shard.path.display());
                 }
                 tensors.insert(name, info);
             }
         }
-        Ok(Self { parts, tensors })
+        Ok(Self { shards, tensors })
     }
 
-    /// Returns the metadata of the first part, which applies to the whole model.
+    /// Returns the metadata of the first shard, which applies to the whole model.
     pub fn metadata(&self) -> GgufMetadata<'_> {
-        self.parts[0].metadata()
+        self.shards[0].metadata()
     }
 
     /// Returns the architecture of the model, such as `llama`. Keys such as `llama.block_count` start with this name.
@@ -103,10 +109,9 @@ impl GgufCheckpoint {
         Ok(blocks as usize)
     }
 
-    /// Returns the number of query heads and the number of KV heads.
-    /// The number of KV heads defaults to the number of query heads.
+    /// Returns the numbers of heads. The number of KV heads defaults to the number of query heads.
     /// Fails if the number of query heads is missing, or if one of the numbers is 0.
-    pub fn head_counts(&self) -> Result<(usize, usize)> {
+    pub fn head_counts(&self) -> Result<HeadCounts> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), GgufMetadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
@@ -114,7 +119,7 @@ impl GgufCheckpoint {
             let key = format!("{}.attention.head_count", excerpt(architecture));
             bail!("metadata keys {key} ({heads}) and head_count_kv ({kv_heads}) must not be 0");
         }
-        Ok((heads as usize, kv_heads as usize))
+        Ok(HeadCounts { query: heads as usize, kv: kv_heads as usize })
     }
 
     /// Returns the quantization of the model, such as `Q4_K_M`.
@@ -141,14 +146,14 @@ impl GgufCheckpoint {
         self.tensors.iter().map(|(name, info)| (name.as_str(), info))
     }
 
-    /// Returns the path of the first part.
+    /// Returns the path of the first shard.
     pub fn path(&self) -> &Path {
-        &self.parts[0].path
+        &self.shards[0].path
     }
 
-    /// Returns the paths of the parts, in order.
+    /// Returns the paths of the shards, in order.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.parts.iter().map(|part| part.path.as_path())
+        self.shards.iter().map(|shard| shard.path.as_path())
     }
 
     /// Returns the total size of all tensors in bytes.
@@ -165,12 +170,12 @@ impl GgufCheckpoint {
     /// Returns a read request for a tensor, or `None` if the tensor is missing, empty or remote.
     pub fn read_request(&self, name: &str, residency: Residency) -> Option<ReadRequest> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
-        let Some(StoredBytes::File(range)) = self.parts[info.part].tensor(info) else { return None };
+        let Some(StoredBytes::File(range)) = self.shards[info.shard].tensor(info) else { return None };
         Some(ReadRequest { name: name.to_string(), ranges: vec![range], residency })
     }
 
     /// Returns the entry of a tensor in the tensor table. Fails if the tensor is missing.
-    pub(super) fn required(&self, name: &str) -> Result<&GgufTensorInfo> {
+    pub(in crate::weights::gguf) fn required(&self, name: &str) -> Result<&GgufTensorInfo> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();
             format!("tensor {} is missing from {}", excerpt(name), files.join(", "))
@@ -181,11 +186,11 @@ impl GgufCheckpoint {
     /// Fails if the tensor is missing, or if it is remote and was not fetched.
     pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
         let info = self.required(name)?;
-        let part = &self.parts[info.part];
-        let bytes = part.tensor(info).with_context(|| {
-            format!("cannot read tensor {name}: the tensor was not fetched from {}", part.path.display())
+        let shard = &self.shards[info.shard];
+        let bytes = shard.tensor(info).with_context(|| {
+            format!("cannot read tensor {name}: the tensor was not fetched from {}", shard.path.display())
         })?;
-        Ok(GgufTensorView { info, file: &part.path, bytes })
+        Ok(GgufTensorView { info, file: &shard.path, bytes })
     }
 
     /// Reads a tensor and converts its values to f32.

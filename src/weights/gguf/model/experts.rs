@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail};
 use safetensors::tensor::Dtype;
 
-use super::checkpoint::GgufCheckpoint;
-use super::layout::ArchitectureLayout;
 use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use crate::weights::ggml::GgmlType;
+use crate::weights::gguf::architectures::ArchitectureLayout;
+use crate::weights::gguf::file::GgufCheckpoint;
 use crate::weights::tensor_info::TensorInfo;
 
 /// The routed experts of one layer.
@@ -25,7 +25,22 @@ pub struct Experts<'c> {
 impl Experts<'_> {
     /// Adds the expert tensors of the layer to `tensors`, if the layer has any.
     pub fn add(&self, tensors: &mut BTreeMap<String, ModelTensor>) -> Result<()> {
+        let Some(ExpertSources { gate_up, down }) = self.sources()? else { return Ok(()) };
         let module = format!("{}.{}.mlp.experts", self.layout.outer.layers, self.layer);
+        let matrices = [(format!("{module}.gate_up_proj"), gate_up), (format!("{module}.down_proj"), down)];
+        for (name, sources) in matrices {
+            if self.layout.model_type == "gpt_oss" {
+                self.add_gpt_oss(name, &sources, tensors)?;
+            } else {
+                tensors.insert(name, self.stack(&sources, GateUpLayout::Concatenated)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the names of the expert matrices in the file, or `None` if the layer has no experts.
+    /// Fails if the numbers of gate_proj, up_proj and down_proj tensors differ.
+    fn sources(&self) -> Result<Option<ExpertSources>> {
         let stack = |matrix: &str| vec![format!("blk.{}.ffn_{matrix}_exps.weight", self.layer)];
         let mut sources = ["gate", "up", "down"].map(stack);
         if self.file.info(&sources[2][0]).is_none() {
@@ -37,7 +52,7 @@ impl Experts<'_> {
         }
         let [gate, up, down] = sources;
         if down.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         if gate.len() != up.len() || gate.len() != down.len() {
             bail!(
@@ -48,35 +63,30 @@ impl Experts<'_> {
                 down.len()
             );
         }
-        let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
         if self.layout.model_type == "gpt_oss" && down.len() > 1 {
             // The code that interleaves the rows of gate_proj and up_proj supports only stacked experts.
             // No known converter writes gpt-oss files with one tensor per expert.
             bail!("layer {}: gpt-oss needs all experts in one tensor, found {} tensors", self.layer, down.len());
         }
-        if self.layout.model_type != "gpt_oss" {
-            tensors.insert(format!("{module}.gate_up_proj"), self.stack(&gate_up, GateUpLayout::Concatenated)?);
-            tensors.insert(format!("{module}.down_proj"), self.stack(&down, GateUpLayout::Concatenated)?);
-            return Ok(());
-        }
-        for (name, sources) in [("gate_up_proj", gate_up), ("down_proj", down)] {
-            let name = format!("{module}.{name}");
-            let tensor = self.stack(&sources, GateUpLayout::Interleaved)?;
-            let types = sources.iter().map(|name| self.file.info(name).map(|info| info.ggml_type));
-            if types.into_iter().all(|ggml_type| ggml_type == Some(GgmlType::Mxfp4)) {
-                let (blocks, scales) = packed(tensor);
-                tensors.insert(format!("{name}_blocks"), blocks);
-                tensors.insert(format!("{name}_scales"), scales);
-            } else {
-                // Hugging Face checkpoints of gpt-oss without MXFP4 store the matrices as `[experts, in, out]`.
-                let mut tensor = tensor;
-                tensor.info.shape.swap(1, 2);
-                tensors.insert(name.clone(), ModelTensor { transform: Transform::Transposed, ..tensor });
-            }
-            let bias = |source: &String| source.replace(".weight", ".bias");
-            let biases: Vec<String> = sources.iter().map(bias).collect();
-            let bias = self.stack(&biases, GateUpLayout::Interleaved)?;
-            tensors.insert(format!("{name}_bias"), bias);
+        let gate_up = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
+        Ok(Some(ExpertSources { gate_up, down }))
+    }
+
+    /// Adds the matrices `name` of a gpt-oss layer and their biases to `tensors`.
+    fn add_gpt_oss(&self, name: String, sources: &[String], tensors: &mut BTreeMap<String, ModelTensor>) -> Result<()> {
+        let biases: Vec<String> = sources.iter().map(|source| source.replace(".weight", ".bias")).collect();
+        let mut tensor = self.stack(sources, GateUpLayout::Interleaved)?;
+        let bias = self.stack(&biases, GateUpLayout::Interleaved)?;
+        tensors.insert(format!("{name}_bias"), bias);
+        let is_mxfp4 = |name: &String| self.file.info(name).is_some_and(|info| info.ggml_type == GgmlType::Mxfp4);
+        if sources.iter().all(is_mxfp4) {
+            let Mxfp4Tensors { blocks, scales } = packed(tensor);
+            tensors.insert(format!("{name}_blocks"), blocks);
+            tensors.insert(format!("{name}_scales"), scales);
+        } else {
+            // Hugging Face checkpoints of gpt-oss without MXFP4 store the matrices as `[experts, in, out]`.
+            tensor.info.shape.swap(1, 2);
+            tensors.insert(name, ModelTensor { transform: Transform::Transposed, ..tensor });
         }
         Ok(())
     }
@@ -115,6 +125,14 @@ impl Experts<'_> {
     }
 }
 
+/// The names of the GGUF tensors with the expert matrices of a layer.
+struct ExpertSources {
+    /// The gate_proj and up_proj tensors, alternating: those of the first expert, then those of the second, and so on.
+    /// If the experts are stacked, there are only two tensors.
+    gate_up: Vec<String>,
+    down: Vec<String>,
+}
+
 /// The row order of a tensor that combines gate_proj and up_proj.
 #[derive(Clone, Copy)]
 enum GateUpLayout {
@@ -124,10 +142,16 @@ enum GateUpLayout {
     Interleaved,
 }
 
+/// The two tensors of stacked MXFP4 matrices, as in safetensors files.
+struct Mxfp4Tensors {
+    /// The elements, two in each byte, with shape `[experts, rows, columns / 32, 16]`.
+    blocks: ModelTensor,
+    /// The scales, with shape `[experts, rows, columns / 32]`.
+    scales: ModelTensor,
+}
+
 /// Splits a tensor of stacked MXFP4 matrices into a tensor of elements and a tensor of scales.
-/// The elements have the shape `[experts, rows, columns / 32, 16]`, with two elements per byte.
-/// The scales have the shape `[experts, rows, columns / 32]`.
-fn packed(tensor: ModelTensor) -> (ModelTensor, ModelTensor) {
+fn packed(tensor: ModelTensor) -> Mxfp4Tensors {
     let ModelTensor { info, sources, rows, .. } = tensor;
     let groups = info.elements() / GgmlType::Mxfp4.block_length();
     let mut shape = info.shape.clone();
@@ -137,8 +161,8 @@ fn packed(tensor: ModelTensor) -> (ModelTensor, ModelTensor) {
     let scales = TensorInfo::new(Dtype::U8, shape.clone(), groups);
     shape.push(16);
     let blocks = TensorInfo::new(Dtype::U8, shape, 16 * groups);
-    (
-        ModelTensor { info: blocks, sources: sources.clone(), rows, transform: Transform::Mxfp4Elements },
-        ModelTensor { info: scales, sources, rows, transform: Transform::Mxfp4Scales },
-    )
+    Mxfp4Tensors {
+        blocks: ModelTensor { info: blocks, sources: sources.clone(), rows, transform: Transform::Mxfp4Elements },
+        scales: ModelTensor { info: scales, sources, rows, transform: Transform::Mxfp4Scales },
+    }
 }

@@ -1,9 +1,18 @@
-//! The supported architectures of GGUF files.
+//! The supported architectures of GGUF files, and how their files differ from Hugging Face checkpoints.
+//!
+//! - `layout`: the names of the tensors, and the transformations of their values and rows
+//! - `keys`, `config_fields`: the metadata keys of an architecture, and the config.json fields that depend on it
+
+mod config_fields;
+mod keys;
+mod layout;
 
 use anyhow::Result;
+use config_fields as fields;
+pub use keys::{ArchitectureKeys, widen};
+pub use layout::{ArchitectureLayout, GgufTensorKind};
+use layout::{OuterNames, STANDARD_MODULES};
 
-use super::config_fields as fields;
-use super::layout::{ArchitectureLayout, OuterNames, STANDARD_PARTS};
 use crate::error::Error;
 
 const OUTER: OuterNames = OuterNames {
@@ -38,8 +47,8 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
     has_norms_plus_one: false,
     is_transposed: false,
     outer: &OUTER,
-    parts: &[],
-    standard_parts: STANDARD_PARTS,
+    modules: &[],
+    standard_modules: STANDARD_MODULES,
     biased: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"],
     add_fields: fields::llama,
 };
@@ -62,7 +71,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     ArchitectureLayout {
         name: "qwen3",
         model_type: "qwen3",
-        parts: &[Q_NORM, K_NORM],
+        modules: &[Q_NORM, K_NORM],
         biased: ATTENTION,
         add_fields: fields::sliding_window,
         ..PLAIN
@@ -70,7 +79,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     ArchitectureLayout {
         name: "qwen3moe",
         model_type: "qwen3_moe",
-        parts: &[Q_NORM, K_NORM],
+        modules: &[Q_NORM, K_NORM],
         biased: ATTENTION,
         add_fields: fields::qwen3_moe,
         ..PLAIN
@@ -78,7 +87,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     ArchitectureLayout {
         name: "phi3",
         model_type: "phi3",
-        parts: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
+        modules: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
         add_fields: fields::phi3,
         ..PLAIN
     },
@@ -86,7 +95,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
         name: "gemma2",
         model_type: "gemma2",
         has_norms_plus_one: true,
-        parts: &GEMMA,
+        modules: &GEMMA,
         add_fields: fields::gemma2,
         ..PLAIN
     },
@@ -94,7 +103,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
         name: "gemma3",
         model_type: "gemma3_text",
         has_norms_plus_one: true,
-        parts: &[GEMMA[0], GEMMA[1], GEMMA[2], Q_NORM, K_NORM],
+        modules: &[GEMMA[0], GEMMA[1], GEMMA[2], Q_NORM, K_NORM],
         add_fields: fields::gemma3,
         ..PLAIN
     },
@@ -103,7 +112,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
         model_type: "gpt2",
         is_transposed: true,
         outer: &GPT2_OUTER,
-        parts: &[
+        modules: &[
             ("attn_norm", "ln_1"),
             ("attn_qkv", "attn.c_attn"),
             ("attn_output", "attn.c_proj"),
@@ -111,7 +120,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
             ("ffn_up", "mlp.c_fc"),
             ("ffn_down", "mlp.c_proj"),
         ],
-        standard_parts: &[],
+        standard_modules: &[],
         biased: &["attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"],
         add_fields: fields::gpt2,
         ..PLAIN
@@ -119,7 +128,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     ArchitectureLayout {
         name: "gpt-oss",
         model_type: "gpt_oss",
-        parts: &[
+        modules: &[
             ("post_attention_norm", "post_attention_layernorm"),
             ("attn_sinks", "self_attn.sinks"),
             ("ffn_gate_inp", "mlp.router"),

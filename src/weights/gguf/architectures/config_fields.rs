@@ -4,8 +4,8 @@ use anyhow::Result;
 use serde_json::{Map, Value, json};
 
 use super::keys::ArchitectureKeys;
-use super::tensor_names::LayerTensorName;
 use crate::weights::ggml::GgmlType;
+use crate::weights::gguf::tensor_names::LayerTensorName;
 
 /// Adds no fields. A placeholder in the layout `PLAIN`: every layout that is based on it sets its own function.
 pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
@@ -70,7 +70,7 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
 /// `query_pre_attn_scalar` is the head size, except in the largest model (27B) of Gemma 2 and of Gemma 3.
 /// There, it is hidden size / number of heads. The largest model has `layers_of_largest` layers.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
-    let (heads, _) = keys.file.head_counts()?;
+    let heads = keys.file.head_counts()?.query;
     let scalar = match keys.float("attention.scale")?.filter(|scale| *scale > 0.0) {
         Some(scale) => scale.powi(-2),
         None if keys.file.block_count()? == layers_of_largest => {
@@ -130,7 +130,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
         scaling.insert("truncate".into(), false.into());
     }
     let packed = keys.file.tensors().any(|(name, info)| {
-        let expert = LayerTensorName::parse(name).is_some_and(|name| name.part.ends_with("_exps"));
+        let expert = LayerTensorName::parse(name).is_some_and(|name| name.module.ends_with("_exps"));
         expert && info.ggml_type == GgmlType::Mxfp4
     });
     if packed {

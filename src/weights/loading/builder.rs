@@ -5,18 +5,18 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_core::{DType, Device};
 
-use super::checkpoint::Checkpoint;
 #[cfg(feature = "cuda")]
 use super::loader::MAX_HOST_CONVERSION_BYTES;
 use super::loader::Weights;
 use super::progress::LoadProgress;
-use super::quantized::QuantizationTarget;
-#[cfg(feature = "cuda")]
-use super::reading::Residency;
-use super::reading::{PartReader, RankReader, ReadAheadOptions, ReadAheadReader, ReaderThreads, SharedReads};
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::UploadTarget;
+use crate::weights::checkpoint::Checkpoint;
+use crate::weights::quantized::QuantizationTarget;
+#[cfg(feature = "cuda")]
+use crate::weights::reading::Residency;
+use crate::weights::reading::{PartReader, RankReader, ReadAheadOptions, ReadAheadReader, ReaderThreads, SharedReads};
 use crate::world::World;
 
 /// Builds [`Weights`]. By default, a single rank loads whole tensors, and float matrices are not quantized.

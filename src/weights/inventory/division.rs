@@ -6,10 +6,11 @@
 
 use candle_core::DType;
 
-use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
-use super::quantized::QuantizedShape;
-use super::tensor_kind::TensorKind;
-use super::tensor_table::{Dimension, Division};
+use super::Inventory;
+use super::tensor::{ColumnUnits, InventoryTensor};
+use crate::weights::quantized::QuantizedShape;
+use crate::weights::tensor_kind::TensorKind;
+use crate::weights::tensor_table::{Dimension, Division};
 use crate::world::share;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, or of a larger column unit of `down_proj`.

@@ -6,9 +6,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use super::part::{GgufPart, PartOpener, TensorData, read_header};
-use super::tensor_names::ROPE_FACTOR_TENSORS;
+use super::shard::{GgufShard, ShardOpener, TensorData, read_header};
 use crate::text::counted;
+use crate::weights::gguf::tensor_names::ROPE_FACTOR_TENSORS;
 
 /// The maximum size of a RoPE factor tensor to fetch, in bytes.
 /// For comparison: the F32 factors of a model with 128 rotated elements per head take 256 bytes.
@@ -17,14 +17,14 @@ const MAX_TENSOR_BYTES: usize = 64 << 10;
 /// A function that fetches a byte range of the named file. If the file ends within the range, the result is shorter.
 pub type ReadRange<'r> = dyn Fn(&str, Range<u64>) -> Result<Vec<u8>> + 'r;
 
-/// Opens the parts of a GGUF model on a hub.
-pub struct RemoteParts<'r> {
+/// Opens the shards of a GGUF model on a hub.
+pub struct RemoteShards<'r> {
     /// The name of each file, and its size in bytes.
     pub files: &'r [(String, u64)],
     pub read: &'r ReadRange<'r>,
 }
 
-impl RemoteParts<'_> {
+impl RemoteShards<'_> {
     fn find(&self, path: &Path) -> Option<&(String, u64)> {
         self.files.iter().find(|(name, _)| Path::new(name) == path)
     }
@@ -39,12 +39,12 @@ impl RemoteParts<'_> {
     }
 }
 
-impl PartOpener for RemoteParts<'_> {
+impl ShardOpener for RemoteShards<'_> {
     fn exists(&self, path: &Path) -> bool {
         self.find(path).is_some()
     }
 
-    fn open(&self, path: &Path) -> Result<GgufPart> {
+    fn open(&self, path: &Path) -> Result<GgufShard> {
         let (name, file_bytes) = self.find(path).with_context(|| format!("cannot find {}", path.display()))?;
         let (header, head) = read_header(name, *file_bytes, &|range| self.read(name, range))?;
         let mut tensors = BTreeMap::new();
@@ -54,7 +54,7 @@ impl PartOpener for RemoteParts<'_> {
                 tensors.insert(start, self.read(name, start as u64..end as u64)?);
             }
         }
-        Ok(GgufPart { path: path.to_path_buf(), header, head, data: TensorData::Remote(tensors) })
+        Ok(GgufShard { path: path.to_path_buf(), header, head, data: TensorData::Remote(tensors) })
     }
 }
 

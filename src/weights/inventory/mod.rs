@@ -1,84 +1,41 @@
 //! Lists the tensors of a checkpoint from the headers of its files.
 //! The headers are enough to plan the memory of a model before loading, and to describe a model on the hub without
 //! downloading its weights (`inferno show --remote`).
+//!
+//! - `tensor`: one tensor, with its sizes in the file and in memory
+//! - `division`: how ranks divide the tensors
+//! - `summary`: the number of parameters and the main dtype, for `inferno list`
+
+mod division;
+mod summary;
+mod tensor;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::path::Path;
 
-use ::safetensors::tensor::Dtype;
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use candle_core::DType;
+pub use division::{RankShare, SHARE_COLUMNS, kv_head_unit};
 use serde::Serialize;
+use summary::BytesByDtype;
+pub use summary::WeightsSummary;
+use tensor::{InventoryTensor, MemoryFormat};
 
-use super::checkpoint::Checkpoint;
-use super::gguf::GgufCheckpoint;
-use super::quantized::{QuantizationTarget, QuantizedShape};
-use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
-use super::tensor_info::{StoredDtype, TensorInfo};
-use super::tensor_kind::TensorKind;
-use super::tensor_table::{Form, Group, TensorRole, TensorTable};
-use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
-use crate::kernels::quantized::GROUP_COLUMNS;
-use crate::snapshot::safetensors::{self, ShardIndex};
-
-/// One tensor of a checkpoint.
-#[derive(Clone, Debug)]
-pub(super) struct InventoryTensor {
-    pub name: String,
-    pub role: TensorRole,
-    pub kind: TensorKind,
-    dtype: StoredDtype,
-    elements: u64,
-    /// The size of the tensor in the file, in bytes.
-    bytes: u64,
-    format: MemoryFormat,
-    /// The format and the dimensions of a matrix that is quantized in memory.
-    /// `None` for packed MXFP4 and all other tensors, and for all tensors added by [`Inventory::add_header`].
-    pub quantized: Option<QuantizedShape>,
-    /// How ranks can divide the columns of a matrix. `None` for a vector or scalar.
-    pub columns: Option<ColumnUnits>,
-    /// The length of the tensor's first dimension. `None` for a scalar.
-    pub rows: Option<usize>,
-}
-
-/// The number of columns of a matrix. Ranks divide the columns only at multiples of `unit`.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ColumnUnits {
-    pub columns: usize,
-    pub unit: usize,
-}
-
-/// The format of a loaded tensor in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum MemoryFormat {
-    /// Floats in the compute dtype.
-    ComputeDtype,
-    /// F32, regardless of the compute dtype: vectors (such as norms, sinks, and biases outside the experts),
-    /// routers, and weight scales that [`Inventory::add_header`] adds.
-    F32,
-    /// A packed, quantized or integer format. Holds the size in bytes, which is 0 for tensors that are never loaded.
-    /// In [`Inventory::from_checkpoint`], the size of a matrix includes its weight scales, so their own size is 0.
-    Bytes(u64),
-}
+use crate::weights::checkpoint::Checkpoint;
+use crate::weights::quantized::{QuantizationTarget, QuantizedShape};
+use crate::weights::safetensors::header;
+use crate::weights::tensor_info::MatrixShape;
+use crate::weights::tensor_kind::TensorKind;
+use crate::weights::tensor_table::{Form, Group, TensorTable};
 
 /// The tensors of a checkpoint. Computes the memory size of a whole model or of each rank's part.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
     table: TensorTable,
-    pub(super) tensors: Vec<InventoryTensor>,
+    tensors: Vec<InventoryTensor>,
 }
 
-/// The information about a model's weights that `inferno list` needs.
-pub struct WeightsSummary {
-    pub parameters: u64,
-    /// The dtype with the most bytes, in lower case. For a GGUF file, the quantization of the file, such as `Q4_K_M`.
-    pub main_dtype: Option<String>,
-    /// Whether `parameters` counts four parameters per packed I32 word, which is correct only for 8-bit quantization.
-    pub is_packed: bool,
-}
-
-/// The sizes in memory of the parts of a model, in bytes.
+/// The sizes in memory of the layers and the other tensors of a model, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModelBytes {
     /// The size of each decoder layer.
@@ -99,34 +56,6 @@ pub struct TensorGroup {
     pub dtypes: BTreeSet<String>,
 }
 
-impl WeightsSummary {
-    /// Summarizes the weights in a GGUF file.
-    pub fn from_gguf(file: &GgufCheckpoint) -> Self {
-        Self { parameters: file.parameters(), main_dtype: file.quantization(), is_packed: false }
-    }
-
-    /// Summarizes the weights in the safetensors files of a directory. Reads and validates only the headers.
-    pub fn from_safetensors(dir: &Path) -> Result<Self> {
-        let (mut parameters, mut bytes, mut is_packed) = (0u64, BytesByDtype::default(), false);
-        let mut header_bytes = 0;
-        for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
-            let (json, data_bytes) = header::read_file(&file)?;
-            header_bytes += json.len() as u64;
-            ensure!(
-                header_bytes <= MAX_HEADER_BYTES,
-                "cannot read the model: the headers of its shards have more than {MAX_HEADER_BYTES} bytes in total"
-            );
-            header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
-                let kind = TensorKind::new(&tensor.name, &StoredDtype::from_header(&tensor.dtype));
-                parameters = parameters.saturating_add(kind.parameters(tensor.elements));
-                bytes.add(&tensor.dtype, tensor.bytes);
-                is_packed |= tensor.is_packed;
-            })?;
-        }
-        Ok(Self { parameters, main_dtype: bytes.main(), is_packed })
-    }
-}
-
 impl Inventory {
     /// Creates an empty inventory of a model whose tensors have the roles in `table`.
     pub fn new(table: TensorTable) -> Self {
@@ -136,33 +65,10 @@ impl Inventory {
     /// Lists the tensors of a checkpoint and the formats that they will have in memory.
     /// `target` is the format to which loading quantizes float matrices, if any.
     pub fn from_checkpoint(checkpoint: &Checkpoint, table: TensorTable, target: Option<QuantizationTarget>) -> Self {
-        let tensor = |(name, info): (&str, &TensorInfo)| {
-            let (role, dtype) = (table.role(name), checkpoint.stored_dtype(name, info));
-            let kind = TensorKind::new(name, &dtype);
-            let format = MemoryFormat::for_floats(kind, role, info.shape.len());
-            let packed_bytes = match format {
-                MemoryFormat::ComputeDtype if role.form != Form::ComputeDtype => checkpoint.packed_bytes(name, info),
-                _ if kind == TensorKind::WeightScale => checkpoint.packed_bytes(name, info),
-                _ => None,
-            };
-            let mut tensor = InventoryTensor {
-                name: name.to_string(),
-                role,
-                kind,
-                dtype,
-                elements: info.elements() as u64,
-                bytes: info.bytes() as u64,
-                format: packed_bytes.map_or(format, MemoryFormat::Bytes),
-                quantized: packed_bytes.and_then(|_| checkpoint.quantized_shape(name, info)),
-                columns: None,
-                rows: info.shape.first().copied(),
-            };
-            tensor.columns = tensor
-                .column_count(&info.shape)
-                .map(|columns| ColumnUnits { columns, unit: checkpoint.column_unit(name, columns, target) });
-            tensor
-        };
-        let mut inventory = Self { table, tensors: checkpoint.tensors().map(tensor).collect() };
+        let tensors = checkpoint
+            .tensors()
+            .map(|(name, info)| InventoryTensor::from_checkpoint(checkpoint, table.role(name), name, info, target));
+        let mut inventory = Self { table, tensors: tensors.collect() };
         if let Some(target) = target {
             inventory.quantize(checkpoint, target);
         }
@@ -185,7 +91,7 @@ impl Inventory {
         for tensor in self.tensors.iter_mut().filter(is_quantized) {
             let is_transposed = tensor.role.form == Form::Transposed;
             let shape = checkpoint.matrix_shape(&tensor.name, is_transposed);
-            if let Some((rows, columns)) = shape
+            if let Some(MatrixShape { rows, columns }) = shape
                 && let Some(format) = target.weight_format(columns)
             {
                 tensor.format = MemoryFormat::Bytes(format.bytes(rows as u64, columns as u64));
@@ -201,31 +107,8 @@ impl Inventory {
     /// Unknown dtypes are allowed, because the model is only described, not loaded.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
         header::read(file, header, data_bytes, |tensor| {
-            let HeaderTensor { name, dtype, shape, elements, bytes, .. } = tensor;
-            let shape: Vec<usize> = shape.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect();
-            let (name, dtype, role) = (name.to_string(), StoredDtype::from_header(&dtype), self.table.role(&name));
-            let kind = TensorKind::new(&name, &dtype);
-            let is_float = matches!(dtype, StoredDtype::Safetensors(Dtype::F32 | Dtype::F16 | Dtype::BF16));
-            let format = match MemoryFormat::for_floats(kind, role, shape.len()) {
-                MemoryFormat::ComputeDtype if !is_float => MemoryFormat::Bytes(bytes),
-                format => format,
-            };
-            let has_codes = matches!(dtype, StoredDtype::Safetensors(Dtype::I8 | Dtype::F8_E4M3));
-            let unit = if has_codes { GROUP_COLUMNS } else { 1 };
-            let mut tensor = InventoryTensor {
-                name,
-                role,
-                kind,
-                dtype,
-                elements,
-                bytes,
-                format,
-                quantized: None,
-                columns: None,
-                rows: shape.first().copied(),
-            };
-            tensor.columns = tensor.column_count(&shape).map(|columns| ColumnUnits { columns, unit });
-            self.tensors.push(tensor);
+            let role = self.table.role(&tensor.name);
+            self.tensors.push(InventoryTensor::from_header(tensor, role));
         })
     }
 
@@ -270,16 +153,16 @@ impl Inventory {
 
     /// Returns the sizes in memory of the layers, the head and the other tensors of a model with `layers` layers.
     pub fn model_bytes(&self, layers: usize, dtype: DType) -> ModelBytes {
-        let mut parts = ModelBytes { layers: vec![0; layers], ..ModelBytes::default() };
+        let mut sizes = ModelBytes { layers: vec![0; layers], ..ModelBytes::default() };
         for tensor in &self.tensors {
-            let part = match tensor.layer().and_then(|layer| parts.layers.get_mut(layer)) {
+            let size = match tensor.layer().and_then(|layer| sizes.layers.get_mut(layer)) {
                 Some(layer) => layer,
-                None if tensor.role.group == Group::Head => &mut parts.head,
-                None => &mut parts.other,
+                None if tensor.role.group == Group::Head => &mut sizes.head,
+                None => &mut sizes.other,
             };
-            *part = part.saturating_add(tensor.loaded_bytes(dtype));
+            *size = size.saturating_add(tensor.loaded_bytes(dtype));
         }
-        parts
+        sizes
     }
 
     /// Returns the size in memory of all experts of a layer, in bytes. If layers differ, returns the largest size.
@@ -338,72 +221,6 @@ impl Inventory {
     }
 }
 
-impl MemoryFormat {
-    /// Returns the format that a tensor has in memory if it is loaded as floats. For a tensor that is never loaded,
-    /// returns `Bytes(0)`.
-    /// `dims` is the number of dimensions of the tensor.
-    fn for_floats(kind: TensorKind, role: TensorRole, dims: usize) -> Self {
-        match (role.form, kind) {
-            (Form::Unloaded, _) | (_, TensorKind::PackedShape | TensorKind::NeverLoaded) => Self::Bytes(0),
-            (Form::F32, _) | (_, TensorKind::WeightScale) => Self::F32,
-            _ if dims < 2 => Self::F32,
-            _ => Self::ComputeDtype,
-        }
-    }
-}
-
-impl InventoryTensor {
-    fn parameters(&self) -> u64 {
-        self.kind.parameters(self.elements)
-    }
-
-    /// Returns the index of the tensor's layer: the first number in its name. `None` if its name has no number.
-    pub(super) fn layer(&self) -> Option<usize> {
-        self.name.split('.').find_map(|part| part.parse().ok())
-    }
-
-    /// Returns the number of columns of a matrix, or `None` for a vector or scalar. `shape` is the shape in the file.
-    fn column_count(&self, shape: &[usize]) -> Option<usize> {
-        match shape {
-            // The third dimension counts MXFP4 blocks of 32 columns, each of which has one scale.
-            [_, _, blocks, ..] if self.kind.is_mxfp4() => Some(blocks * MXFP4_BLOCK),
-            [.., columns, _] if self.role.form == Form::Transposed => Some(*columns),
-            [_, .., columns] => Some(*columns),
-            _ => None,
-        }
-    }
-
-    pub(super) fn loaded_bytes(&self, dtype: DType) -> u64 {
-        match self.format {
-            MemoryFormat::ComputeDtype => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
-            MemoryFormat::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
-            MemoryFormat::Bytes(bytes) => bytes,
-        }
-    }
-
-    fn is_expert(&self) -> bool {
-        self.role.group == Group::Experts
-    }
-}
-
-/// The total size of the tensors of each dtype, in bytes.
-#[derive(Default)]
-struct BytesByDtype(BTreeMap<String, u64>);
-
-impl BytesByDtype {
-    fn add(&mut self, dtype: &str, bytes: u64) {
-        match self.0.get_mut(dtype) {
-            Some(sum) => *sum = sum.saturating_add(bytes),
-            None => drop(self.0.insert(dtype.to_string(), bytes)),
-        }
-    }
-
-    /// Returns the dtype with the most bytes, in lower case.
-    fn main(self) -> Option<String> {
-        self.0.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype.to_lowercase())
-    }
-}
-
 /// Returns the sum of `numbers`. Saturates on overflow, because a remote header may declare any size.
 fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, u64::saturating_add)
@@ -411,8 +228,8 @@ fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tensor_table::{Division, TensorRow, tensor};
     use super::*;
+    use crate::weights::tensor_table::{Division, TensorRow, tensor};
 
     const HEADER: &str = r#"{"__metadata__":{"format":"pt"},
         "model.embed_tokens.weight":{"dtype":"BF16","shape":[10,4],"data_offsets":[0,80]},

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, anyhow, bail};
 
 use super::cursor::Cursor;
-use super::limits::MAX_ARRAY_VALUES;
 use crate::text::{counted, excerpt};
+use crate::weights::gguf::limits::MAX_ARRAY_VALUES;
 
 /// The type of a metadata value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
