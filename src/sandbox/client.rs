@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::limits::Budget;
-use super::protocol::{self, Loaded, SandboxRequest, SandboxResponse};
+use super::protocol::{self, Frame, Loaded, LoadedChat, SandboxRequest, SandboxResponse};
 use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
 use crate::language::Language;
 use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
@@ -31,29 +31,31 @@ impl Sandbox {
     /// The returned [`Language`] encodes text and renders conversations in the sandbox process.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
-        let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
+        let Started { process, loaded, tokens } = Process::start(&dir)?;
+        let Loaded { table, chat, generation_config, stop_ids } = loaded;
         let process = Arc::new(Self { dir, process: Mutex::new(Some(process)) });
         let table = TokenTable::from_parts(table, &tokens)?;
         let tokenizer = Tokenizer::from_table(table, Box::new(Sandboxed(process.clone())));
-        let chat = chat.map(|(name, reads_tools)| ChatFormat::rendered_elsewhere(&tokenizer, name, reads_tools));
+        let chat =
+            chat.map(|LoadedChat { name, reads_tools }| ChatFormat::rendered_elsewhere(&tokenizer, name, reads_tools));
         let language = Language::new(tokenizer, chat, generation_config, stop_ids);
         Ok(language.with_renderer(Box::new(Sandboxed(process))))
     }
 
     /// Sends a request to the sandbox process. Returns the response, or an error if the request failed.
     /// If an earlier request ended the sandbox process, starts a new process first.
-    fn call(&self, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
+    fn call(&self, request: &SandboxRequest, body: &[u8]) -> Result<Frame<SandboxResponse>> {
         let mut slot = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let mut process = match slot.take() {
             Some(process) => process,
-            None => Process::start(&self.dir)?.0,
+            None => Process::start(&self.dir)?.process,
         };
         let response = process.call(&self.dir, request, body)?;
         *slot = Some(process);
         drop(slot);
-        match response {
-            (SandboxResponse::Failed(message), _) => bail!(message),
-            response => Ok(response),
+        match response.header {
+            SandboxResponse::Failed(message) => bail!(message),
+            _ => Ok(response),
         }
     }
 }
@@ -63,18 +65,18 @@ struct Sandboxed(Arc<Sandbox>);
 
 impl Encode for Sandboxed {
     fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
-        let (_, body) = self.0.call(&SandboxRequest::Encode(controls), text.as_bytes())?;
-        Ok(protocol::ids_from_bytes(&body))
+        let response = self.0.call(&SandboxRequest::Encode(controls), text.as_bytes())?;
+        Ok(protocol::ids_from_bytes(&response.body))
     }
 }
 
 impl Render for Sandboxed {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        let (response, body) = self.0.call(&SandboxRequest::Render(messages.to_vec(), options.clone()), &[])?;
-        let SandboxResponse::Rendered(text) = response else {
+        let response = self.0.call(&SandboxRequest::Render(messages.to_vec(), options.clone()), &[])?;
+        let SandboxResponse::Rendered(text) = response.header else {
             bail!("internal error: the sandbox process sent the wrong response")
         };
-        Ok(Rendered { ids: protocol::ids_from_bytes(&body), text })
+        Ok(Rendered { ids: protocol::ids_from_bytes(&response.body), text })
     }
 }
 
@@ -86,10 +88,17 @@ struct Process {
     stderr: ChildStderr,
 }
 
+/// A sandbox process, and what it has loaded.
+struct Started {
+    process: Process,
+    loaded: Loaded,
+    /// The tokens of the vocabulary, for [`TokenTable::from_parts`].
+    tokens: Vec<u8>,
+}
+
 impl Process {
     /// Starts a sandbox process, and waits until it has loaded `dir`, which is a snapshot or a GGUF file.
-    /// Also returns the header and the body of the response, a [`SandboxResponse::Loaded`].
-    fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
+    fn start(dir: &Path) -> Result<Started> {
         // The path /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
         command.arg(protocol::ARGUMENT).env_clear().env("RAYON_NUM_THREADS", "2");
@@ -106,16 +115,17 @@ impl Process {
             bail!("cannot start the process for the tokenizer and the chat template: its pipes are missing");
         };
         let mut process = Self { child, stdin, stdout, stderr };
-        match process.call(dir, &SandboxRequest::Load, dir.as_os_str().as_bytes())? {
-            (SandboxResponse::Loaded(loaded), tokens) => Ok((process, *loaded, tokens)),
-            (SandboxResponse::Failed(message), _) => bail!(message),
+        let response = process.call(dir, &SandboxRequest::Load, dir.as_os_str().as_bytes())?;
+        match response.header {
+            SandboxResponse::Loaded(loaded) => Ok(Started { process, loaded: *loaded, tokens: response.body }),
+            SandboxResponse::Failed(message) => bail!(message),
             _ => bail!("internal error: the sandbox process sent the wrong response"),
         }
     }
 
     /// Sends a request and waits for the response.
     /// Fails if the request cannot be sent, or if the sandbox process ends or takes too long.
-    fn call(&mut self, dir: &Path, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
+    fn call(&mut self, dir: &Path, request: &SandboxRequest, body: &[u8]) -> Result<Frame<SandboxResponse>> {
         let budget = Budget::of(request, body);
         // If the sandbox process has ended, this write fails with a broken pipe. Do not return this error here:
         // the read below also fails, and `failure` then reports why the process ended.

@@ -61,37 +61,53 @@ pub enum SandboxResponse {
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,
-    /// The name of the chat format, and whether its prompts can contain tools. `None` if the model has no chat format.
-    pub chat: Option<(String, bool)>,
+    /// `None` if the model has no chat format.
+    pub chat: Option<LoadedChat>,
     pub generation_config: Value,
     pub stop_ids: Vec<u32>,
 }
 
-/// Writes a frame. `head` is the frame's header: a request or a response.
-pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
-    let head = serde_json::to_vec(head)?;
-    if head.len().max(body.len()) > MAX_BYTES {
-        bail!("a header or body of {} bytes is too long", head.len().max(body.len()));
+/// What inferno needs to know about a chat format that renders in a sandbox process.
+#[derive(Serialize, Deserialize)]
+pub struct LoadedChat {
+    /// The name of the chat format.
+    pub name: String,
+    /// Whether prompts can contain tools.
+    pub reads_tools: bool,
+}
+
+/// A message: a request or a response, with its body.
+#[derive(Debug, PartialEq)]
+pub struct Frame<T> {
+    pub header: T,
+    pub body: Vec<u8>,
+}
+
+/// Writes a frame. `header` is a request or a response.
+pub fn write(out: &mut impl Write, header: &impl Serialize, body: &[u8]) -> Result<()> {
+    let header = serde_json::to_vec(header)?;
+    if header.len().max(body.len()) > MAX_BYTES {
+        bail!("a header or body of {} bytes is too long", header.len().max(body.len()));
     }
-    let lengths = [head.len(), body.len()].map(|length| (length as u32).to_le_bytes());
+    let lengths = [header.len(), body.len()].map(|length| (length as u32).to_le_bytes());
     out.write_all(&lengths.concat())?;
-    out.write_all(&head)?;
+    out.write_all(&header)?;
     out.write_all(body)?;
     Ok(out.flush()?)
 }
 
 /// Reads a frame. Returns `None` if the input ends before the frame.
 /// Fails if the input ends within the frame, or if the frame is invalid.
-pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec<u8>)>> {
+pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<Frame<T>>> {
     let mut lengths = Vec::new();
     input.take(8).read_to_end(&mut lengths)?;
-    let [head, body] = match lengths.as_chunks() {
+    let [header, body] = match lengths.as_chunks() {
         ([], []) => return Ok(None),
-        ([head, body], []) => [*head, *body].map(|length| u32::from_le_bytes(length) as usize),
+        ([header, body], []) => [*header, *body].map(|length| u32::from_le_bytes(length) as usize),
         _ => bail!("the frame is incomplete"),
     };
-    let head = read_bytes(input, head)?;
-    Ok(Some((serde_json::from_slice(&head)?, read_bytes(input, body)?)))
+    let header = read_bytes(input, header)?;
+    Ok(Some(Frame { header: serde_json::from_slice(&header)?, body: read_bytes(input, body)? }))
 }
 
 /// Reads `length` bytes. Allocates memory only as bytes arrive, because `length` may be wrong.
@@ -132,7 +148,8 @@ mod tests {
             }
         }
         let mut input = frame.as_slice();
-        assert_eq!(read(&mut input).unwrap(), Some(("header".to_string(), b"body".to_vec())));
+        let frame = Frame { header: "header".to_string(), body: b"body".to_vec() };
+        assert_eq!(read(&mut input).unwrap(), Some(frame));
         assert!(read::<String>(&mut input).unwrap().is_none());
     }
 }

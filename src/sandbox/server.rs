@@ -9,7 +9,7 @@ use std::thread;
 use anyhow::{Context, Result, bail};
 
 use super::limits::{self, Budget};
-use super::protocol::{self, Loaded, SandboxRequest, SandboxResponse};
+use super::protocol::{self, Frame, Loaded, LoadedChat, SandboxRequest, SandboxResponse};
 use crate::language::Language;
 use crate::text::error_message;
 
@@ -29,42 +29,43 @@ fn serve() -> Result<()> {
     limits::disable_core_dumps()?;
     let (mut input, mut output) = (BufReader::new(stdin().lock()), BufWriter::new(stdout().lock()));
     let mut language = None;
-    while let Some((request, body)) = protocol::read::<SandboxRequest>(&mut input)? {
-        Budget::of(&request, &body).enforce()?;
-        let (response, body) = answer(request, body, &mut language)
-            .unwrap_or_else(|e| (SandboxResponse::Failed(error_message(&e)), Vec::new()));
-        protocol::write(&mut output, &response, &body)?;
+    while let Some(request) = protocol::read::<SandboxRequest>(&mut input)? {
+        Budget::of(&request.header, &request.body).enforce()?;
+        let failed = |error| Frame { header: SandboxResponse::Failed(error_message(&error)), body: Vec::new() };
+        let response = answer(request, &mut language).unwrap_or_else(failed);
+        protocol::write(&mut output, &response.header, &response.body)?;
     }
     Ok(())
 }
 
 /// Answers one request. `language` is the loaded tokenizer and chat format, or `None` before [`SandboxRequest::Load`].
-fn answer(
-    request: SandboxRequest,
-    body: Vec<u8>,
-    language: &mut Option<Language>,
-) -> Result<(SandboxResponse, Vec<u8>)> {
+fn answer(request: Frame<SandboxRequest>, language: &mut Option<Language>) -> Result<Frame<SandboxResponse>> {
+    let Frame { header: request, body } = request;
     if let SandboxRequest::Load = request {
         let loaded = language.insert(Language::load(&path(body))?);
         let (table, tokens) = loaded.tokenizer.table().to_parts()?;
         let response = Loaded {
             table,
-            chat: loaded.chat.as_ref().map(|chat| (chat.name().to_string(), chat.reads_tools())),
+            chat: loaded
+                .chat
+                .as_ref()
+                .map(|chat| LoadedChat { name: chat.name().to_string(), reads_tools: chat.reads_tools() }),
             generation_config: loaded.generation_config.clone(),
             stop_ids: loaded.stop_ids().to_vec(),
         };
-        return Ok((SandboxResponse::Loaded(Box::new(response)), tokens));
+        return Ok(Frame { header: SandboxResponse::Loaded(Box::new(response)), body: tokens });
     }
     let language = language.as_ref().context("internal error: the sandbox process has not loaded a model")?;
     match request {
         SandboxRequest::Load => bail!("internal error: unhandled load request"),
         SandboxRequest::Encode(controls) => {
             let ids = language.tokenizer.encode(&String::from_utf8(body)?, controls)?;
-            Ok((SandboxResponse::Encoded, protocol::ids_to_bytes(&ids)))
+            Ok(Frame { header: SandboxResponse::Encoded, body: protocol::ids_to_bytes(&ids) })
         }
         SandboxRequest::Render(messages, options) => {
             let rendered = language.render(&messages, &options)?;
-            Ok((SandboxResponse::Rendered(rendered.text), protocol::ids_to_bytes(&rendered.ids)))
+            let body = protocol::ids_to_bytes(&rendered.ids);
+            Ok(Frame { header: SandboxResponse::Rendered(rendered.text), body })
         }
     }
 }
