@@ -5,7 +5,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::connection::{Flow, error_message};
+use super::connection::Flow;
+use super::refused::error_message;
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::engine::FinishReason;
 

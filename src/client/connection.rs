@@ -1,24 +1,25 @@
-//! Sends requests to a server, and converts error responses to Rust errors.
+//! Sends requests to a server, and reads its responses and streams of events.
 
 use std::cell::RefCell;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use serde_json::Value;
-use ureq::http::{HeaderMap, Response, StatusCode, header};
-use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
+use ureq::http::{Response, StatusCode, header};
+use ureq::tls::TlsConfig;
 use ureq::{Agent, Body, RequestBuilder};
 
 use super::address::ServerUrl;
+use super::certificates::read_certificates;
+use super::refused::RefusedResponse;
 use super::sse::read_event;
 use crate::error::Error;
-use crate::files;
-use crate::text::{library_error, quote};
+use crate::text::library_error;
 
 /// The time limit for connecting to a server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -31,9 +32,6 @@ const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The maximum size of a successful response that is not a stream, in bytes.
 const MAX_BODY_BYTES: u64 = 16 << 20;
-
-/// The maximum number of bytes to read from the body of an error response.
-const MAX_ERROR_BYTES: u64 = 64 << 10;
 
 /// How often [`Connection::stream`] checks `cancel` while it waits for the next event.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -80,13 +78,6 @@ enum StreamMessage {
     Broken(ureq::Error),
 }
 
-/// A response with an error status, or a redirect.
-struct RefusedResponse {
-    status: StatusCode,
-    headers: HeaderMap,
-    body: Vec<u8>,
-}
-
 /// Closes all connections of an HTTP agent on drop. A request in progress then fails.
 struct CloseOnDrop(Option<Agent>);
 
@@ -97,9 +88,6 @@ impl Drop for CloseOnDrop {
         }
     }
 }
-
-/// The maximum size of a file with certificates, in bytes.
-const MAX_CERTIFICATES: u64 = 4 << 20;
 
 fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
     let config = Agent::config_builder();
@@ -197,7 +185,7 @@ impl Connection {
                         return Ok(StreamEnd::Complete);
                     }
                 }
-                StreamMessage::Refused(refusal) => return Err(self.refusal(&refusal)),
+                StreamMessage::Refused(refused) => return Err(refused.error(&self.url)),
                 StreamMessage::NotJson(body) => return Err(self.not_json(&body)),
                 StreamMessage::Failed(error) => return Err(self.failure(&error)),
                 StreamMessage::Broken(error) => return Err(self.broken_response(&error)),
@@ -221,7 +209,7 @@ impl Connection {
     fn read_body(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Vec<u8>> {
         let mut response = response.map_err(|error| self.failure(&error))?;
         if !response.status().is_success() {
-            return Err(self.refusal(&RefusedResponse::read(response)));
+            return Err(RefusedResponse::read(response).error(&self.url));
         }
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec();
         body.map_err(|error| self.broken_response(&error))
@@ -241,53 +229,6 @@ impl Connection {
     fn not_json(&self, body: &[u8]) -> anyhow::Error {
         let body = String::from_utf8_lossy(body).into_owned();
         Error::ServerNotJson { url: self.url.to_string(), body }.into()
-    }
-
-    fn refusal(&self, refusal: &RefusedResponse) -> anyhow::Error {
-        let (url, status, message) = (self.url.to_string(), refusal.status, refusal.message());
-        let wait = match refusal.retry_after() {
-            Some(seconds) => format!("try again in {seconds} s"),
-            None => "try again later".to_string(),
-        };
-        match status {
-            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Error::ServerAccess { url, message }.into(),
-            StatusCode::NOT_FOUND => Error::ServerRoute { url, message }.into(),
-            StatusCode::TOO_MANY_REQUESTS => {
-                anyhow!("cannot use the server at {url}: too many requests: {message}\n  {wait}")
-            }
-            StatusCode::SERVICE_UNAVAILABLE => {
-                anyhow!("cannot use the server at {url}: it is not ready: {message}\n  {wait}")
-            }
-            _ if status.is_redirection() => match refusal.header(header::LOCATION) {
-                Some(target) => anyhow!(
-                    "cannot use the server at {url}: it redirects to {}\n  use the URL of that server",
-                    quote(target)
-                ),
-                None => anyhow!(
-                    "cannot use the server at {url}: it responded with status {status}, without a valid header \
-                     'Location'\n  check the URL; the API of most servers ends in /v1"
-                ),
-            },
-            _ if refusal.code() == Some("context_length_exceeded") => Error::ServerContextFull { message }.into(),
-            _ => anyhow!("cannot use the server at {url}: it responded with status {}: {message}", status.as_u16()),
-        }
-    }
-}
-
-/// Reads the certificates in a PEM file. Skips other PEM items, such as private keys.
-fn read_certificates(path: &Path) -> Result<RootCerts> {
-    let problem = |cause: String| Error::usage(format!("cannot use the certificates in {}: {cause}", path.display()));
-    let pem = files::read(path, MAX_CERTIFICATES).map_err(|error| problem(format!("{error:#}")))?;
-    let mut certificates: Vec<Certificate<'static>> = Vec::new();
-    for item in parse_pem(&pem) {
-        if let PemItem::Certificate(certificate) = item.map_err(|error| problem(library_error(&error)))? {
-            certificates.push(certificate);
-        }
-    }
-    if certificates.is_empty() {
-        Err(problem("the file contains no certificate in PEM format".to_string()))
-    } else {
-        Ok(RootCerts::from(certificates))
     }
 }
 
@@ -327,48 +268,4 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
             Err(error) => return drop(events.send(StreamMessage::Broken(error.into()))),
         }
     }
-}
-
-impl RefusedResponse {
-    fn read(mut response: Response<Body>) -> Self {
-        let mut body = Vec::new();
-        // If the body of an error response cannot be read, the status alone describes the error.
-        let _ = response.body_mut().as_reader().take(MAX_ERROR_BYTES).read_to_end(&mut body);
-        Self { status: response.status(), headers: response.headers().clone(), body }
-    }
-
-    fn header(&self, name: header::HeaderName) -> Option<&str> {
-        self.headers.get(name).and_then(|value| value.to_str().ok())
-    }
-
-    fn retry_after(&self) -> Option<u64> {
-        self.header(header::RETRY_AFTER)?.trim().parse().ok()
-    }
-
-    fn json(&self) -> Value {
-        serde_json::from_slice(&self.body).unwrap_or_default()
-    }
-
-    fn code(&self) -> Option<&'static str> {
-        let json = self.json();
-        let is_too_long = json["error"]["code"] == "context_length_exceeded"
-            || json["error"]["type"] == "exceed_context_size_error"
-            || self.message().contains("maximum context length");
-        is_too_long.then_some("context_length_exceeded")
-    }
-
-    /// Returns the error message in the body, or else the start of the body. If the body is empty, returns the status.
-    fn message(&self) -> String {
-        match error_message(&self.json()) {
-            Some(message) => message,
-            None if self.body.is_empty() => self.status.to_string(),
-            None => library_error(&String::from_utf8_lossy(&self.body).trim()),
-        }
-    }
-}
-
-/// Returns the error message in a JSON response. Tries each JSON field where a server may put the message.
-pub fn error_message(json: &Value) -> Option<String> {
-    let texts = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
-    texts.into_iter().find_map(Value::as_str).map(|message| library_error(&message))
 }
