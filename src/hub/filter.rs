@@ -6,22 +6,12 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 use super::names::{self, shell_word};
 use super::remote::listing::{FileList, RemoteFile};
 use crate::error::Error;
-use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
+use crate::snapshot::{CONFIG_FILES, gguf};
 use crate::text::quote;
 
 /// The maximum number of GGUF models that an error message lists.
 const MAX_LISTED_MODELS: usize = 30;
-
-/// Files in the root directory that are downloaded with every model, if they exist and `--exclude` does not match them.
-const SMALL_FILES: [&str; 6] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-];
 
 /// Selects the files to download. The default filter selects the files that inferno needs to run the model.
 #[derive(Clone, Debug, Default)]
@@ -72,7 +62,7 @@ impl CompiledFilter {
         self.include.is_none() && self.tag.is_none()
     }
 
-    /// Returns the files to download, small files first.
+    /// Returns the files to download, config files first.
     /// `index` is the contents of [`INDEX`]. `None` if the repository does not have this file, or if
     /// [`needs_index`](Self::needs_index) returns false.
     ///
@@ -82,7 +72,7 @@ impl CompiledFilter {
         let mut chosen = match (&self.tag, &self.include) {
             (Some(tag), _) => {
                 let model = choose_gguf(repo, files, Some(tag))?;
-                small_files(files).into_iter().chain(model.into_iter().flatten()).collect()
+                config_files(files).into_iter().chain(model.into_iter().flatten()).collect()
             }
             (None, Some(patterns)) => included_files(repo, files, patterns)?,
             (None, None) => model_files(repo, files, index)?,
@@ -116,16 +106,18 @@ pub fn choose_files(
     CompiledFilter::new(filter)?.choose(repo, files, index)
 }
 
-fn small_files(files: &FileList) -> Vec<RemoteFile> {
-    SMALL_FILES.into_iter().filter_map(|name| files.get(name)).cloned().collect()
+/// Returns the files of [`CONFIG_FILES`] that the repository has.
+/// They are downloaded with every model, unless `--exclude` matches them.
+fn config_files(files: &FileList) -> Vec<RemoteFile> {
+    CONFIG_FILES.into_iter().filter_map(|name| files.get(name)).cloned().collect()
 }
 
-/// Returns the small files, the shard index and the files that match `patterns`. Fails if no file matches.
+/// Returns the config files, the shard index and the files that match `patterns`. Fails if no file matches.
 fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Vec<RemoteFile>> {
     if !files.iter().any(|file| patterns.is_match(&file.name)) {
         bail!("cannot download '{repo}': no file matches --include; the repository has {}", some_names(files));
     }
-    let mut chosen = small_files(files);
+    let mut chosen = config_files(files);
     // Without the index, the shards that `--include '*.safetensors'` selects could not be loaded.
     chosen.extend(files.get(INDEX).cloned());
     // A linear search in `chosen` is fast enough, because `chosen` has at most 7 files.
@@ -136,10 +128,10 @@ fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Ve
     Ok(chosen)
 }
 
-/// Returns the small files and the default weights: the shards that `index` lists, or [`SINGLE_FILE`], or else the only
-/// GGUF model. Fails if there are no such weights, if there are several GGUF models, or if a required file is missing.
+/// Returns the config files and the default weights: the shards that `index` lists, or [`SINGLE_FILE`], or else the
+/// only GGUF model. Fails if there are no such weights, if there are several GGUF models, or if a required file is missing.
 fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
-    let mut chosen = small_files(files);
+    let mut chosen = config_files(files);
     if index.is_none() && files.get(SINGLE_FILE).is_none() {
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);

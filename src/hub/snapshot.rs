@@ -17,7 +17,6 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Returns whether the model is the demo.
     pub fn is_demo(&self) -> bool {
         self.source == SnapshotSource::BuiltIn
     }

@@ -30,9 +30,9 @@ pub enum Required {
     Weights,
 }
 
-/// The files of a safetensors model, except the weights and the shard index.
+/// The files in the root directory of a safetensors model, except the weights and the shard index.
 /// All of them except config.json and tokenizer.json are optional.
-const CONFIG_FILES: [&str; 6] = [
+pub const CONFIG_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",

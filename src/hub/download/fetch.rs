@@ -146,14 +146,14 @@ impl Download<'_> {
     /// Verifies a file whose bytes are all on disk, then finishes the file or lets it be fetched again.
     /// If the hash is wrong a second time, the download fails. A file with an unknown hash counts as good.
     fn verify(&self, index: usize) -> Result<()> {
-        let (etag, bytes, name, checkpoint) = {
-            let state = self.state();
-            let job = &state.jobs[index];
-            (job.etag, job.bytes, job.names[0], job.partial.pending_record())
-        };
-        let blob = self.repo.blob(etag);
+        let state = self.state();
+        let &Job { etag, bytes, .. } = &state.jobs[index];
+        let name = state.jobs[index].names[0];
+        let checkpoint = state.jobs[index].partial.pending_record();
+        // Other threads need the state while this thread reads the file.
+        drop(state);
         // Do not verify an existing blob again, because a blob gets its name only after verification.
-        let is_good = is_complete(&blob, bytes) || {
+        let is_good = is_complete(&self.repo.blob(etag), bytes) || {
             self.progress.verifying(name);
             let mut stop_on_failure = |_| if self.state().failure.is_some() { bail!("stopped") } else { Ok(()) };
             hash::matches(checkpoint.path(), etag, &mut stop_on_failure)?

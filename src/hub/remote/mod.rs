@@ -1,20 +1,26 @@
 //! Sends HTTP requests to a hub, and converts unsuccessful responses to errors.
 //!
+//! - `listing`: the files of a repository on a hub
+//! - `body`, `refusal`: read the bodies of responses, and convert unsuccessful responses to errors
+//! - `retry`: decides whether and when to retry a request
+//! - `endpoint`: checks whether a hub responds, and whether it accepts the access token
+//!
 //! This module uses the `ureq` crate instead of `hf-hub`, to control where the token is sent, and how redirects,
 //! ranges and errors are handled.
 //!
 //! This module resolves relative redirects itself, because the `url` crate would add many dependencies.
 
+mod body;
 pub(in crate::hub) mod endpoint;
 pub(in crate::hub) mod listing;
+mod refusal;
 pub(in crate::hub) mod retry;
 
-use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use ureq::http::{Response, StatusCode, Uri, header};
+use ureq::http::{Response, Uri, header};
 use ureq::typestate::WithoutBody;
 use ureq::{Agent, Body, RequestBuilder};
 
@@ -23,19 +29,12 @@ use crate::hub::config::{HubConfig, is_loopback};
 use crate::hub::limits::Limits;
 use crate::hub::progress::Progress;
 use crate::hub::{hash, names};
-use crate::text::{counted, library_error, quote};
+use crate::text::{library_error, quote};
 use listing::{Listing, MAX_FILE_BYTES, RemoteFile};
 use retry::{Retry, is_temporary, retry_after};
 
 /// The maximum size of a list of files, in bytes. Even a list of tens of thousands of files is smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
-
-/// The maximum number of bytes to read from the body of an error response.
-const MAX_ERROR_BYTES: u64 = 64 << 10;
-
-/// The time allowed for each byte of a metadata response, in addition to the response timeout.
-/// This time corresponds to a speed of 16 KiB/s.
-const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
 /// The maximum number of redirects. For a large file, the hub usually redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
@@ -224,46 +223,6 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// Reads at most `limit` bytes of a metadata response. Allocates memory only for bytes that have arrived.
-    ///
-    /// Fails if reading fails, or if the bytes arrive too slowly (see [`TIME_PER_BYTE`]).
-    pub fn read_body(&self, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        self.copy_body(body, limit, &mut bytes)?;
-        Ok(bytes)
-    }
-
-    /// Discards at most `limit` bytes of a metadata response. Fails like [`read_body`](Self::read_body).
-    pub fn skip_body(&self, body: &mut impl Read, limit: u64) -> Result<()> {
-        self.copy_body(body, limit, &mut io::sink())
-    }
-
-    fn copy_body(&self, body: &mut impl Read, limit: u64, output: &mut impl Write) -> Result<()> {
-        let start = Instant::now();
-        let mut buffer = vec![0; 64 << 10];
-        let mut copied = 0;
-        while copied < limit {
-            let max_bytes = buffer.len().min(usize::try_from(limit - copied).unwrap_or(usize::MAX));
-            match body.read(&mut buffer[..max_bytes]) {
-                Ok(0) => break,
-                Ok(count) => {
-                    output.write_all(&buffer[..count])?;
-                    copied += count as u64;
-                }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.temporary_error(library_error(&error))),
-            }
-            let (elapsed, bytes) = (start.elapsed(), u32::try_from(copied).unwrap_or(u32::MAX));
-            if elapsed > self.limits().response_timeout.saturating_add(TIME_PER_BYTE.saturating_mul(bytes)) {
-                let seconds = elapsed.as_secs_f32();
-                return Err(
-                    self.permanent_error(format!("the hub sent only {} in {seconds:.1} s", counted(copied, "byte")))
-                );
-            }
-        }
-        Ok(())
-    }
-
     /// Logs and reports that the request for `name` will be sent again after `wait`.
     pub fn report_retry(&self, name: &str, cause: &str, wait: Duration) {
         tracing::info!(name, cause, wait_ms = wait.as_millis() as u64, "retrying a request");
@@ -306,48 +265,6 @@ impl<'a> Remote<'a> {
             }
         }
         Err(self.permanent_error(format!("the hub redirects more than {MAX_REDIRECTS} times")))
-    }
-
-    /// Returns the error for an unsuccessful response. `file` is the requested file, or `None` for a listing.
-    pub fn refusal(&self, mut response: Response<Body>, file: Option<&str>) -> anyhow::Error {
-        let status = response.status();
-        let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
-        let code = text("x-error-code").to_string();
-        let (repo, endpoint) = (self.repo.to_string(), self.config.endpoint_for_display());
-        let gated = Error::Gated { repo: repo.clone(), endpoint: endpoint.clone() };
-        let no_repository = Error::RepositoryNotFound { repo: repo.clone(), endpoint: endpoint.clone() };
-        let no_revision = Error::RevisionNotFound { repo: repo.clone(), revision: self.revision.to_string() };
-        match (status, code.as_str()) {
-            (_, "GatedRepo") => gated.into(),
-            (_, "RepoNotFound") => no_repository.into(),
-            (_, "RevisionNotFound") => no_revision.into(),
-            // The list of files was readable, so the repository exists and only access to its files is restricted.
-            (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) if file.is_some() => gated.into(),
-            (StatusCode::UNAUTHORIZED, _) if self.config.sent_token().is_some() => {
-                anyhow::Error::new(gated).context("the hub rejects the token: it is invalid or has expired")
-            }
-            // Without a token, the hub does not reveal whether a private repository exists.
-            (StatusCode::UNAUTHORIZED, _) => no_repository.into(),
-            (StatusCode::FORBIDDEN, _) => gated.into(),
-            (StatusCode::NOT_FOUND, _) => match file {
-                Some(file) => anyhow::anyhow!("the hub lists {} in '{repo}' but does not have it", quote(file)),
-                // Some mirrors send no `x-error-code`, and state the cause in the body.
-                None => match self.read_body(&mut response.body_mut().as_reader(), MAX_ERROR_BYTES) {
-                    Ok(body) if String::from_utf8_lossy(&body).to_lowercase().contains("invalid rev") => {
-                        no_revision.into()
-                    }
-                    _ => no_repository.into(),
-                },
-            },
-            (StatusCode::TOO_MANY_REQUESTS, _) => {
-                let wait = match retry_after(response.headers()) {
-                    None => "later".to_string(),
-                    Some(wait) => format!("in {} s", wait.as_secs()),
-                };
-                self.temporary_error(format!("too many requests (HTTP 429); try again {wait}"))
-            }
-            _ => self.temporary_error(format!("HTTP {status}")),
-        }
     }
 
     /// Returns a network error after which a retry may succeed.
