@@ -77,12 +77,12 @@ impl Language {
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
-    /// Returns whether `token` is a stop token, which ends a generation.
+    /// Returns whether generation ends at `token`.
     pub fn is_stop(&self, token: u32) -> bool {
         self.stop_ids.contains(&token)
     }
 
-    /// Returns the sorted ids of the stop tokens, which end a generation.
+    /// Returns the ids of the tokens at which generation ends, in ascending order.
     pub fn stop_ids(&self) -> &[u32] {
         &self.stop_ids
     }

@@ -94,7 +94,7 @@ impl Tokenizer {
         stop_tokens::stop_ids(&stop_tokens)
     }
 
-    /// Returns whether `id` is the id of a control token.
+    /// Returns whether `id` is a control token, by a binary search. Returns false for an id that has no token.
     pub fn is_control(&self, id: u32) -> bool {
         self.table.is_control(id)
     }
@@ -109,7 +109,8 @@ impl Tokenizer {
         self.table.decode(ids)
     }
 
-    /// Returns the id of a token, or `None` if there is no such token. `token` is spelled as in the vocabulary.
+    /// Returns the id of a token, or `None` if there is no such token. Searches all tokens one by one.
+    /// `token` is spelled as in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.table.id(token)
     }

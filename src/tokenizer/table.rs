@@ -203,7 +203,7 @@ impl TokenTable {
         &self.text[start as usize..self.ends[index] as usize]
     }
 
-    /// Returns the id of a token, by a linear search.
+    /// Returns the id of a token. Searches all tokens one by one.
     pub fn id(&self, token: &str) -> Option<u32> {
         (0..self.len()).find(|&index| self.at(index) == token).map(|index| self.ids[index])
     }

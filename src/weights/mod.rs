@@ -11,7 +11,7 @@
 //! - `inventory/`: the tensors of a checkpoint, their sizes in the files and in memory, and how ranks divide them
 //! - `loading/`: loads tensors, matrices and the experts of gpt-oss for the layers in `nn`
 //! - `reading/`: reads the bytes of files, ahead of requests, in parts, or together with other ranks
-//! - `quantized`: converts quantized rows and floats to the memory format of the kernels
+//! - `quantized/`: converts quantized rows and floats to the memory format of the kernels
 
 mod checkpoint;
 pub mod compressed;

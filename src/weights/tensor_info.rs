@@ -56,7 +56,8 @@ impl TensorInfo {
         Self { dtype, shape, bytes }
     }
 
-    /// Returns the size of the tensor in the file, in bytes.
+    /// Returns the size of the tensor in the file, in bytes. A GGUF file may store the tensor in fewer bytes than `dtype`
+    /// suggests.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -65,12 +66,12 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
-    /// Returns true for the float dtypes that can be loaded: F32, F16, BF16 and E4M3.
+    /// Returns whether the dtype is a float dtype that can be loaded: F32, F16, BF16 and E4M3.
     pub fn is_float(&self) -> bool {
         matches!(self.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3)
     }
 
-    /// Returns true for U8 tensors. Both safetensors and GGUF checkpoints list packed MXFP4 blocks and scales as U8.
+    /// Returns whether the dtype is U8. Both safetensors and GGUF checkpoints list packed MXFP4 blocks and scales as U8.
     pub fn is_packed(&self) -> bool {
         self.dtype == Dtype::U8
     }

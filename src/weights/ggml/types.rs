@@ -89,12 +89,12 @@ impl GgmlType {
         }
     }
 
-    /// Returns the id of the type in GGUF files.
+    /// Returns the number that stands for the type in GGUF files.
     pub fn id(self) -> u32 {
         self.properties().id
     }
 
-    /// Returns the name of the type, such as `Q4_K`.
+    /// Returns the name that llama.cpp uses, such as `Q4_K`.
     pub fn name(self) -> &'static str {
         self.properties().name
     }
@@ -104,6 +104,7 @@ impl GgmlType {
         self.properties().block_length
     }
 
+    /// Returns the size of a block, which includes its scales, in bytes.
     pub fn block_bytes(self) -> usize {
         self.properties().block_bytes
     }

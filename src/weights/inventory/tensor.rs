@@ -67,8 +67,8 @@ impl MemoryFormat {
 }
 
 impl InventoryTensor {
-    /// Describes the tensor `name` of a checkpoint whose float matrices loading quantizes to `target`, if any.
-    /// The format does not yet take `target` into account: `Inventory::from_checkpoint` corrects it.
+    /// Describes the tensor `name` of a checkpoint. `target` is the format to which loading quantizes float matrices,
+    /// if any. It determines the column units. `Inventory::quantize` then sets the formats of the quantized matrices.
     pub fn from_checkpoint(
         checkpoint: &Checkpoint,
         role: TensorRole,

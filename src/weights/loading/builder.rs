@@ -7,8 +7,8 @@ use candle_core::{DType, Device};
 
 #[cfg(feature = "cuda")]
 use super::loader::MAX_HOST_CONVERSION_BYTES;
-use super::loader::Weights;
 use super::progress::LoadProgress;
+use super::weights::Weights;
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::UploadTarget;

@@ -1,153 +1,26 @@
 //! Loads tensors by name, and converts float tensors to the requested dtype, by default the compute dtype.
 
-use std::ops::Range;
-
 use ::safetensors::tensor::Dtype;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use super::progress::LoadProgress;
+use super::weights::Weights;
 use crate::error::Error;
 use crate::text::excerpt;
 use crate::weights::checkpoint::Checkpoint;
 use crate::weights::gguf::GgufModel;
-use crate::weights::quantized::{self, QuantizationTarget};
+use crate::weights::quantized;
 use crate::weights::reading::{
-    Axis, ByteRange, PartSource, PartToRead, RankReader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart,
-    TensorReader,
+    ByteRange, PartSource, PartToRead, ReaderThreads, SharedReads, Slice, StoredBytes, TensorReader,
 };
 use crate::weights::safetensors::{TensorView, module};
 use crate::weights::tensor_info::TensorInfo;
-use crate::world::World;
-
-/// The tensors of a checkpoint whose names start with a prefix, plus the device and dtype to load them with.
-/// [`WeightsBuilder`](super::WeightsBuilder) returns the weights of a whole checkpoint.
-#[derive(Clone)]
-pub struct Weights<'c> {
-    pub(super) checkpoint: &'c Checkpoint,
-    pub(super) prefix: String,
-    pub(super) device: Device,
-    pub(super) dtype: DType,
-    /// The quantization of float matrices during loading, if any.
-    pub(super) quantize: Option<QuantizationTarget>,
-    pub(super) progress: &'c LoadProgress<'c>,
-    /// Determines which part of each tensor is loaded: the part of this world's rank.
-    /// [`World::alone`] after [`undivided`](Self::undivided), unlike `reader.progress_world`, which stays the same.
-    pub(super) division_world: World,
-    /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
-    pub(super) part: Option<TensorPart>,
-    pub(super) reader: RankReader,
-    /// Reads bytes together with the other ranks. `None` if this rank reads alone.
-    pub(super) shared_reads: Option<SharedReads>,
-}
 
 /// The maximum size, in bytes, of an F32, F16 or BF16 tensor of a safetensors file that is converted on the host.
 /// Larger tensors are converted on the device. Tensors of GGUF files are always converted on the host.
 pub(super) const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
 impl<'c> Weights<'c> {
-    /// Returns the [`SharedReads`] for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
-    ///
-    /// The read of a tensor that is divided along its first dimension is not shared: a rank that holds no rows of a
-    /// matrix does not load the matrix, so the other ranks would wait in vain.
-    /// Transposed matrices are an exception: their reads are always shared, because all ranks load them.
-    fn shared_gguf_reads(&self, model: &GgufModel, name: &str, slice: Option<&Slice>) -> Option<&SharedReads> {
-        let is_shared = slice.is_none_or(|slice| slice.dim > 0) || model.is_transposed(name);
-        self.shared_reads.as_ref().filter(|_| is_shared)
-    }
-
-    /// Takes part in the read of a float matrix, or of stacked float matrices, that this rank holds no part of.
-    /// If the ranks share the read, the other ranks wait until this rank joins.
-    /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
-    pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
-        let rows = shape.len() - 2;
-        let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
-        let (Some(_), Some(slice)) = (&self.shared_reads, slice) else { return Ok(()) };
-        let name = self.full_name(name);
-        let info = self.checkpoint.required(&name)?;
-        match self.checkpoint {
-            Checkpoint::Gguf(model) => {
-                model.shared_float(&name, self.dtype, self.shared_gguf_reads(model, &name, Some(&slice)))?;
-            }
-            Checkpoint::Safetensors(_) if info.is_float() && info.dtype != Dtype::F8_E4M3 => {
-                self.load(&name, shape, Some(slice), &Device::Cpu)?;
-            }
-            Checkpoint::Safetensors(_) => {}
-        }
-        Ok(())
-    }
-
-    /// Returns the background reader if the tensor `name` is in its read-ahead list.
-    pub(super) fn read_ahead(&self, name: &str) -> Option<&dyn TensorReader> {
-        match &self.reader.threads {
-            ReaderThreads::Ahead(reader) if reader.contains(name) => Some(reader.as_ref()),
-            _ => None,
-        }
-    }
-
-    /// Returns the rank whose part of the model is loaded, or [`World::alone`] after [`undivided`](Self::undivided).
-    pub fn world(&self) -> &World {
-        &self.division_world
-    }
-
-    /// Returns weights that load whole tensors, as if there were only one rank.
-    pub fn undivided(&self) -> Self {
-        Self { division_world: World::alone(), shared_reads: None, ..self.clone() }
-    }
-
-    /// Returns weights that load only the rows `ranges` of each matrix and vector. Each has `total` rows in the file.
-    /// The loading methods of the returned weights expect the shape of the loaded rows, not the shape in the file.
-    pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
-        self.part(Axis::Rows, ranges.into(), total)
-    }
-
-    /// Returns weights that load only the columns in `range` of each matrix, and whole biases.
-    /// In the file, each matrix has `total` columns.
-    /// The loading methods of the returned weights expect the shape of the loaded columns, not the shape in the file.
-    pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
-        self.part(Axis::Columns, vec![range], total)
-    }
-
-    fn part(&self, axis: Axis, ranges: Vec<Range<usize>>, total: usize) -> Self {
-        // A single rank loads whole tensors, so that the background reader can read them ahead.
-        let part = TensorPart { axis, ranges, total };
-        Self { part: (self.division_world.size() > 1).then_some(part), ..self.clone() }
-    }
-
-    /// Returns the ranges of a tensor that this rank loads, or `None` if it loads the whole tensor.
-    /// `rows` and `columns` are the indices of the row dimension and the column dimension.
-    pub(super) fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
-        self.part.as_ref()?.slice(rows, columns)
-    }
-
-    /// Returns a copy of these weights that loads float matrices without quantizing them.
-    pub fn unquantized(&self) -> Self {
-        Self { quantize: None, ..self.clone() }
-    }
-
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Returns the compute dtype, to which [`float`](Self::float) converts tensors.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Returns the weights of the submodule `name`.
-    pub fn at(&self, name: impl std::fmt::Display) -> Self {
-        Self { prefix: self.full_name(&name.to_string()), ..self.clone() }
-    }
-
-    /// Returns the full name of a tensor in the checkpoint, including the prefix.
-    pub(super) fn full_name(&self, name: &str) -> String {
-        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
-    }
-
-    pub fn contains(&self, name: &str) -> bool {
-        self.checkpoint.info(&self.full_name(name)).is_some()
-    }
-
     /// Loads a whole float tensor of exactly the given shape in the compute dtype.
     /// The file may store the tensor as F32, F16 or BF16, as E4M3 without scales, or as any supported GGUF type.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
@@ -220,6 +93,37 @@ impl<'c> Weights<'c> {
                 sliced(model.shared_float(name, dtype, shared)?, slice)
             }
         }
+    }
+
+    /// Returns the [`SharedReads`] for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
+    ///
+    /// The read of a tensor that is divided along its first dimension is not shared: a rank that holds no rows of a
+    /// matrix does not load the matrix, so the other ranks would wait in vain.
+    /// Transposed matrices are an exception: their reads are always shared, because all ranks load them.
+    fn shared_gguf_reads(&self, model: &GgufModel, name: &str, slice: Option<&Slice>) -> Option<&SharedReads> {
+        let is_shared = slice.is_none_or(|slice| slice.dim > 0) || model.is_transposed(name);
+        self.shared_reads.as_ref().filter(|_| is_shared)
+    }
+
+    /// Takes part in the read of a float matrix, or of stacked float matrices, that this rank holds no part of.
+    /// If the ranks share the read, the other ranks wait until this rank joins.
+    /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
+    pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let rows = shape.len() - 2;
+        let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
+        let (Some(_), Some(slice)) = (&self.shared_reads, slice) else { return Ok(()) };
+        let name = self.full_name(name);
+        let info = self.checkpoint.required(&name)?;
+        match self.checkpoint {
+            Checkpoint::Gguf(model) => {
+                model.shared_float(&name, self.dtype, self.shared_gguf_reads(model, &name, Some(&slice)))?;
+            }
+            Checkpoint::Safetensors(_) if info.is_float() && info.dtype != Dtype::F8_E4M3 => {
+                self.load(&name, shape, Some(slice), &Device::Cpu)?;
+            }
+            Checkpoint::Safetensors(_) => {}
+        }
+        Ok(())
     }
 
     /// Loads an E4M3 tensor that has no scales, or the part of it that `slice` selects.
@@ -320,6 +224,14 @@ impl<'c> Weights<'c> {
         };
         self.progress.add_read(view.info.bytes() as u64);
         Ok(tensor)
+    }
+
+    /// Returns the background reader if the tensor `name` is in its read-ahead list.
+    pub(super) fn read_ahead(&self, name: &str) -> Option<&dyn TensorReader> {
+        match &self.reader.threads {
+            ReaderThreads::Ahead(reader) if reader.contains(name) => Some(reader.as_ref()),
+            _ => None,
+        }
     }
 
     /// Decides which threads read `part` of the tensor `view`, and whether the ranks read the tensor together.

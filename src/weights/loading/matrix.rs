@@ -4,7 +4,7 @@ use ::safetensors::tensor::Dtype;
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
-use super::loader::Weights;
+use super::weights::Weights;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
 use crate::weights::checkpoint::Checkpoint;

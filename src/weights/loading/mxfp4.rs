@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 
-use super::loader::Weights;
+use super::weights::Weights;
 use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 #[cfg(feature = "cuda")]

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use anyhow::{Result, bail};
 
-use super::loader::Weights;
+use super::weights::Weights;
 use crate::text::excerpt;
 use crate::weights::tensor_kind::is_never_loaded;
 use crate::weights::tensor_table::{Form, TensorTable};

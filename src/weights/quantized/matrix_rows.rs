@@ -1,19 +1,16 @@
-//! Builds quantized matrices from quantized rows in a file, or from floats that are quantized during loading.
+//! [`MatrixRows`]: the rows of a quantized matrix, which ranks convert alone or together.
 
-use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
 
-use anyhow::{Context, Result, bail};
-use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Tensor};
-use float8::F8E4M3;
+use anyhow::{Result, bail};
+use candle_core::Device;
 use rayon::prelude::*;
-use safetensors::tensor::Dtype;
 
-use super::ggml::{self, GgmlType, split_group, super_scales};
-use super::reading::{RowBuffer, RowSource, RowsToConvert, SharedReads};
-use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputQuantization, QuantizedMatrix, WeightFormat, pack};
+use super::row::{pack_row, quantize_row, quantize_row_8bit};
+use super::target::{QuantizationTarget, weight_format};
+use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
+use crate::weights::ggml::GgmlType;
+use crate::weights::reading::{RowBuffer, RowSource, RowsToConvert, SharedReads};
 
 /// The format and the dimensions of a quantized matrix.
 #[derive(Clone, Copy, Debug)]
@@ -21,94 +18,6 @@ pub struct QuantizedShape {
     pub format: WeightFormat,
     pub rows: usize,
     pub columns: usize,
-}
-
-/// The format to which loading quantizes float matrices (see [`WeightsBuilder`](super::WeightsBuilder)).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QuantizationTarget {
-    /// Blocks of a ggml type.
-    Blocks(GgmlType),
-    /// E4M3 with one scale per row.
-    Fp8,
-    /// Int8 with one scale per row.
-    Int8,
-}
-
-impl QuantizationTarget {
-    const NAMES: [(&str, Self); 12] = [
-        ("q8_0", Self::Blocks(GgmlType::Q8_0)),
-        ("q6_k", Self::Blocks(GgmlType::Q6K)),
-        ("q5_k", Self::Blocks(GgmlType::Q5K)),
-        ("q4_k", Self::Blocks(GgmlType::Q4K)),
-        ("q3_k", Self::Blocks(GgmlType::Q3K)),
-        ("q2_k", Self::Blocks(GgmlType::Q2K)),
-        ("q5_1", Self::Blocks(GgmlType::Q5_1)),
-        ("q5_0", Self::Blocks(GgmlType::Q5_0)),
-        ("q4_1", Self::Blocks(GgmlType::Q4_1)),
-        ("q4_0", Self::Blocks(GgmlType::Q4_0)),
-        ("fp8", Self::Fp8),
-        ("int8", Self::Int8),
-    ];
-
-    /// Returns the format of a matrix with `columns` columns, or `None` if the matrix is loaded as floats.
-    pub fn weight_format(self, columns: usize) -> Option<WeightFormat> {
-        match self {
-            Self::Fp8 => Some(WeightFormat::Fp8),
-            Self::Int8 => Some(WeightFormat::Int8),
-            Self::Blocks(ggml_type) => weight_format(Self::fitting_type(ggml_type, columns)?),
-        }
-    }
-
-    /// Returns `ggml_type` if a row of `columns` values consists of whole blocks of this type.
-    /// Otherwise, returns the fallback type if a row consists of whole blocks of that type, or else `None`.
-    /// Only K-quants have a fallback type, which has shorter blocks and more bits per value.
-    /// The fallback types are those of llama.cpp, except Q4_0 (IQ4_NL in llama.cpp).
-    fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
-        let fallback = match ggml_type {
-            GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
-            GgmlType::Q4K => GgmlType::Q5_0,
-            GgmlType::Q5K => GgmlType::Q5_1,
-            GgmlType::Q6K => GgmlType::Q8_0,
-            other => other,
-        };
-        [ggml_type, fallback].into_iter().find(|ggml_type| columns.is_multiple_of(ggml_type.block_length()))
-    }
-}
-
-impl FromStr for QuantizationTarget {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let known = Self::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
-        known.map(|(_, target)| *target).ok_or_else(|| {
-            let names: Vec<_> = Self::NAMES.iter().map(|(name, _)| *name).collect();
-            format!("choose one of {}", names.join(", "))
-        })
-    }
-}
-
-impl fmt::Display for QuantizationTarget {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let name = Self::NAMES.iter().find(|(_, target)| target == self).map_or("", |(name, _)| name);
-        f.pad(name)
-    }
-}
-
-/// Returns the memory format of a quantized ggml type. Returns `None` for float types and for MXFP4.
-pub fn weight_format(ggml_type: GgmlType) -> Option<WeightFormat> {
-    Some(match ggml_type {
-        GgmlType::Q4_0 => WeightFormat::Q4_0,
-        GgmlType::Q4_1 => WeightFormat::Q4_1,
-        GgmlType::Q5_0 => WeightFormat::Q5_0,
-        GgmlType::Q5_1 => WeightFormat::Q5_1,
-        GgmlType::Q8_0 => WeightFormat::Q8_0,
-        GgmlType::Q2K => WeightFormat::Q2K,
-        GgmlType::Q3K => WeightFormat::Q3K,
-        GgmlType::Q4K => WeightFormat::Q4K,
-        GgmlType::Q5K => WeightFormat::Q5K,
-        GgmlType::Q6K => WeightFormat::Q6K,
-        GgmlType::F32 | GgmlType::F16 | GgmlType::Bf16 | GgmlType::Mxfp4 => return None,
-    })
 }
 
 /// The index of the plane that stores the scales of a quantized matrix.
@@ -196,7 +105,7 @@ impl<'c> MatrixRows<'c> {
     /// Fails if the range starts or ends within a [unit of columns](WeightFormat::column_unit).
     ///
     /// If `shared` is given, all ranks convert the whole rows together. The string in `shared` is the matrix name.
-    pub(super) fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
+    pub fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
         let Self { format, rows, columns, input_quantization, writer } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
         let unit = format.column_unit();
@@ -227,8 +136,8 @@ impl<'c> MatrixRows<'c> {
         }
     }
 
-    /// Writes all rows to the planes, using all cores. Calls `after_row` after each row, except in `RowWriter::Together`,
-    /// which records the progress of its rank itself.
+    /// Writes all rows to the planes, using all cores.
+    /// Calls `after_row` after each row, except in `RowWriter::Together`, which records the progress of its rank itself.
     fn write_to(&self, planes: [&mut [u8]; 4], after_row: &(dyn Fn() + Sync)) -> Result<()> {
         let row_bytes = self.format.row_bytes(self.columns);
         match &self.writer {
@@ -285,31 +194,6 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row to blocks of a ggml type. The blocks dequantize to the same values as those of ggml's quantizers.
-fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
-    let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
-    if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
-        return Ok(bytes);
-    }
-    // `ggml::quantize` supports only K-quants. For the other types, candle's quantizers match the results of ggml.
-    let columns = values.len();
-    let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
-    Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())
-}
-
-/// Returns the candle type for a legacy ggml type (Q4_0 to Q8_0). Fails for all other types.
-fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
-    Ok(match ggml_type {
-        GgmlType::Q4_0 => GgmlDType::Q4_0,
-        GgmlType::Q4_1 => GgmlDType::Q4_1,
-        GgmlType::Q5_0 => GgmlDType::Q5_0,
-        GgmlType::Q5_1 => GgmlDType::Q5_1,
-        GgmlType::Q8_0 => GgmlDType::Q8_0,
-        other => bail!("cannot quantize to {other}"),
-    })
-}
-
 /// Splits off and returns the first bytes of each plane. `lengths` has the number of bytes for each plane.
 fn split_planes<'p>(planes: &mut [&'p mut [u8]; 4], lengths: [usize; 4]) -> [&'p mut [u8]; 4] {
     let mut lengths = lengths.into_iter();
@@ -339,52 +223,4 @@ fn copy_columns(format: WeightFormat, start: usize, whole: [&[u8]; 4], planes: [
         let start = if index == SCALES_PLANE && format.has_row_scales() { 0 } else { before[index] };
         plane.copy_from_slice(&bytes[start..start + plane.len()]);
     }
-}
-
-/// Packs a row of ggml blocks into the planes of a memory format.
-fn pack_row(ggml_type: GgmlType, format: WeightFormat, bytes: &[u8], planes: [&mut [u8]; 4]) {
-    let sizes = format.plane_bytes();
-    let [low, high, scales, supers] = planes;
-    let groups = ggml_type.block_length() / GROUP_COLUMNS;
-    for (index, block) in bytes.chunks_exact(ggml_type.block_bytes()).enumerate() {
-        for group in 0..groups {
-            let at = index * groups + group;
-            let q = split_group(ggml_type, block, group, &mut scales[at * sizes.scales..][..sizes.scales]);
-            let high = if sizes.high == 0 { &mut [][..] } else { &mut high[at * sizes.high..][..sizes.high] };
-            pack(&q, &mut low[at * sizes.low..][..sizes.low], high);
-        }
-        let super_scales = super_scales(ggml_type, block);
-        supers[index * sizes.supers..][..super_scales.len()].copy_from_slice(super_scales);
-    }
-}
-
-/// Quantizes a row to int8 or E4M3. The scale maps the largest magnitude to 127 (int8) or 448 (E4M3).
-fn quantize_row_8bit(format: WeightFormat, values: &[f32], planes: [&mut [u8]; 4]) {
-    let [low, _, scales, _] = planes;
-    let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));
-    let scale = if format == WeightFormat::Int8 { max / 127.0 } else { max / E4M3_MAX };
-    for (q, value) in low.iter_mut().zip(values) {
-        let value = if scale > 0.0 { value / scale } else { 0.0 };
-        *q = match format {
-            WeightFormat::Int8 => value.round_ties_even() as i8 as u8,
-            _ => F8E4M3::from_f32(value).to_bits(),
-        };
-    }
-    scales.copy_from_slice(&scale.to_le_bytes());
-}
-
-/// Converts F32, F16, BF16 or E4M3 elements to f32.
-/// Fails for other dtypes, or if the number of bytes does not match the number of values.
-pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()> {
-    let ggml_type = match dtype {
-        Dtype::F32 => GgmlType::F32,
-        Dtype::F16 => GgmlType::F16,
-        Dtype::BF16 => GgmlType::Bf16,
-        Dtype::F8_E4M3 if bytes.len() == values.len() => {
-            values.iter_mut().zip(bytes).for_each(|(value, byte)| *value = F8E4M3::from_bits(*byte).to_f32());
-            return Ok(());
-        }
-        other => bail!("cannot read {other} as floats"),
-    };
-    ggml_type.dequantize(bytes, values).context("cannot read a row of floats")
 }

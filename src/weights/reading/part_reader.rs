@@ -54,6 +54,13 @@ enum PartPiece {
     Rows(Range<usize>),
 }
 
+/// The bytes of a piece at the start of a staging buffer.
+struct ReadPiece {
+    bytes: usize,
+    /// The offset of the bytes in the part.
+    offset: usize,
+}
+
 impl<T: UploadTarget> PartReader<T> {
     pub fn new(target: T, options: ReadAheadOptions) -> Self {
         Self { target, options, staging: Mutex::new(Vec::new()) }
@@ -104,8 +111,8 @@ impl<T: UploadTarget> PartReader<T> {
             let mut rows = Vec::new();
             while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let buffer = self.target.buffer(&mut staging)?;
-                let (bytes, offset) = part.read(tensor, piece, buffer, &mut rows)?;
-                self.target.copy(&mut staging, bytes, memory, offset)?;
+                let read = part.read(tensor, piece, buffer, &mut rows)?;
+                self.target.copy(&mut staging, read.bytes, memory, read.offset)?;
             }
             self.staging.lock().unwrap_or_else(PoisonError::into_inner).push(staging);
             Ok(())
@@ -204,15 +211,9 @@ impl PartRuns {
         rows.clone().step_by(step).map(|row| PartPiece::Rows(row..(row + step).min(rows.end))).collect()
     }
 
-    /// Reads a piece to the start of `buffer`. Returns the number of bytes written and their offset in the part.
+    /// Reads a piece to the start of `buffer`.
     /// `rows` is a reusable buffer for reading whole rows.
-    fn read(
-        &self,
-        tensor: &ByteSource,
-        piece: &PartPiece,
-        buffer: &mut [u8],
-        rows: &mut Vec<u8>,
-    ) -> Result<(usize, usize)> {
+    fn read(&self, tensor: &ByteSource, piece: &PartPiece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<ReadPiece> {
         match piece {
             PartPiece::Run { start, bytes, offset } => {
                 match tensor {
@@ -221,7 +222,7 @@ impl PartRuns {
                         buffer[..*bytes].copy_from_slice(&all[start - first..][..*bytes]);
                     }
                 }
-                Ok((*bytes, *offset))
+                Ok(ReadPiece { bytes: *bytes, offset: *offset })
             }
             PartPiece::Rows(range) => {
                 let (start, length) = (range.start * self.row_bytes, range.len() * self.row_bytes);
@@ -241,7 +242,7 @@ impl PartRuns {
                     buffer[end..end + run.len()].copy_from_slice(run);
                     end += run.len();
                 }
-                Ok((end, range.start * self.kept_bytes()))
+                Ok(ReadPiece { bytes: end, offset: range.start * self.kept_bytes() })
             }
         }
     }

@@ -82,12 +82,20 @@ struct Queue<M> {
     requested: VecDeque<usize>,
     /// The index of the next tensor to read ahead.
     next: usize,
-    /// The indices of allocated tensors with unread pieces, each with the offset of the next piece to read.
-    open: VecDeque<(usize, usize)>,
+    /// The allocated tensors with unread pieces. Pieces of the first one are read first.
+    open: VecDeque<OpenTensor>,
     /// The total size of temporary tensors whose reads have started and that are not yet taken, in bytes.
     ahead_bytes: usize,
     failure: Option<String>,
     is_stopped: bool,
+}
+
+/// An allocated tensor with unread pieces.
+struct OpenTensor {
+    /// The index of the tensor.
+    tensor: usize,
+    /// The offset of the next piece to read, in bytes.
+    offset: usize,
 }
 
 /// How far the read of one tensor has progressed.
@@ -144,7 +152,7 @@ impl<T: UploadTarget> ReadAheadReader<T> {
         Ok(reader)
     }
 
-    /// Returns true if the tensor is in the read-ahead list.
+    /// Returns whether the tensor is in the read-ahead list.
     pub fn contains(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
@@ -256,10 +264,11 @@ impl<T: UploadTarget> ReadAheadState<T> {
             let memory = memory.with_context(|| format!("cannot allocate tensor {}", request.name))?;
             queue = self.lock();
             queue.tensors[tensor] = TensorState::Reading { memory: Arc::new(memory), left: request.bytes() };
+            let open = OpenTensor { tensor, offset: 0 };
             if requested.is_some() {
-                queue.open.push_front((tensor, 0))
+                queue.open.push_front(open);
             } else {
-                queue.open.push_back((tensor, 0))
+                queue.open.push_back(open);
             }
             self.changed.notify_all();
         }
@@ -267,17 +276,17 @@ impl<T: UploadTarget> ReadAheadState<T> {
 
     /// Removes and returns the next piece of the first tensor in `open`. Returns `None` if `open` is empty.
     fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
-        let (tensor, offset) = queue.open.pop_front()?;
+        let OpenTensor { tensor, offset } = queue.open.pop_front()?;
         let (range, inside) = self.read_requests[tensor].range_at(offset)?;
         let bytes = (range.bytes - inside).min(self.options.piece_bytes);
         if offset + bytes < self.read_requests[tensor].bytes() {
-            queue.open.push_front((tensor, offset + bytes));
+            queue.open.push_front(OpenTensor { tensor, offset: offset + bytes });
         }
         let TensorState::Reading { memory, .. } = &queue.tensors[tensor] else {
             unreachable!("an open tensor is not in the Reading state")
         };
-        let (memory, source, start) = (memory.clone(), range.source.clone(), range.start + inside as u64);
-        Some(Piece { tensor, memory, offset, source, start, bytes })
+        let memory = memory.clone();
+        Some(Piece { tensor, memory, offset, source: range.source.clone(), start: range.start + inside as u64, bytes })
     }
 
     /// Chooses the next tensor to read ahead, and returns its index.

@@ -214,13 +214,13 @@ impl SafetensorsCheckpoint {
         names.iter().all(|name| self.tensors.get(name).is_some_and(is_usable)).then_some(names)
     }
 
-    /// Returns the location of a tensor's bytes in its file.
     fn range(&self, stored: &StoredTensor) -> ByteRange {
         let source = self.files[stored.file].clone();
         ByteRange { source, start: stored.start as u64, bytes: stored.info.bytes() }
     }
 
-    /// Returns the metadata of a tensor and the location of its bytes.
+    /// Finds the metadata of a tensor and the location of its bytes, without reading them.
+    /// Fails if the tensor is missing.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
         let Some(stored) = self.tensors.get(name) else {
             let files: Vec<_> = self.files.iter().map(|file| file.path.display().to_string()).collect();

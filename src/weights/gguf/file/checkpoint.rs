@@ -146,7 +146,7 @@ impl GgufCheckpoint {
         self.tensors.iter().map(|(name, info)| (name.as_str(), info))
     }
 
-    /// Returns the path of the first shard.
+    /// Returns the path of the first shard, which names the whole model in messages.
     pub fn path(&self) -> &Path {
         &self.shards[0].path
     }
@@ -156,7 +156,7 @@ impl GgufCheckpoint {
         self.shards.iter().map(|shard| shard.path.as_path())
     }
 
-    /// Returns the total size of all tensors in bytes.
+    /// Returns the size of all tensors of all shards, without headers and padding, in bytes.
     pub fn bytes(&self) -> u64 {
         self.tensors.values().map(|info| info.bytes as u64).sum()
     }
@@ -182,7 +182,7 @@ impl GgufCheckpoint {
         })
     }
 
-    /// Returns the table entry of a tensor and the location of its bytes.
+    /// Finds the table entry of a tensor and the location of its bytes, without reading them.
     /// Fails if the tensor is missing, or if it is remote and was not fetched.
     pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
         let info = self.required(name)?;
