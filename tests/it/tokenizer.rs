@@ -7,64 +7,78 @@ use std::time::{Duration, Instant};
 use inferno::tokenizer::{ControlTokens, TextStream, Tokenizer};
 use serde_json::{Value, json};
 
-use crate::support::{demo_dir, fixtures, fixtures_if_set};
+use crate::harness::{Need, TestCase};
+use crate::support::{demo_dir, fixtures, named_cases};
 
-/// Folders with a tokenizer.json in `INFERNO_FIXTURES`, each with the name of llama.cpp's test vectors for it.
-const VECTORS: &[(&str, &str)] = &[
-    ("gpt-oss-20b", "ggml-vocab-gpt-4o"),
-    ("Llama-3.1-8B-Instruct", "ggml-vocab-llama-bpe"),
-    ("gpt2", "ggml-vocab-gpt-2"),
-    ("Qwen2.5", "ggml-vocab-qwen2"),
-    ("TinyLlama-1.1B-Chat-v1.0", "ggml-vocab-llama-spm"),
-];
+/// A model in `INFERNO_FIXTURES` for which llama.cpp has test vectors.
+#[derive(Clone, Copy)]
+struct VectorModel {
+    /// The folder with tokenizer.json.
+    folder: &'static str,
+    /// The name of the test vectors.
+    vectors: &'static str,
+}
 
-#[test(fixtures)]
-fn ids_agree_with_llama_cpp() {
-    let fixtures = fixtures();
-    for (model, vectors) in VECTORS {
-        let tokenizer = Tokenizer::from_dir(&fixtures.join(model)).unwrap();
-        let read = |ending: &str| {
-            let path = fixtures.join("vectors/llama.cpp").join(format!("{vectors}.gguf.{ending}"));
-            fs::read_to_string(path).unwrap()
-        };
-        let (inputs, outputs) = (read("inp"), read("out"));
-        let inputs: Vec<&str> = inputs.split("\n__ggml_vocab_test__\n").collect();
-        let outputs: Vec<&str> = outputs.lines().collect();
-        let mut checked = 0;
-        for (text, ids) in inputs.iter().zip(&outputs) {
-            let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-            // llama.cpp's expected ids have no BOS. `ControlTokens::Text` adds none.
-            assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{model}: {text:?}");
-            checked += 1;
-        }
-        assert!(checked > 30, "{model}: only {checked} test vectors");
+impl VectorModel {
+    fn load(self) -> Tokenizer {
+        Tokenizer::from_dir(&fixtures().join(self.folder)).unwrap()
     }
 }
 
-#[test(fixtures)]
-fn streamed_text_is_complete_and_never_splits_a_character() {
-    let fixtures = fixtures();
-    let text = "Once upon a time, naïve Ångström 你好，世界 🦀🏳️‍🌈 told:\n\tfn main() {}  twice.  अच्छा ";
-    for (model, _) in VECTORS {
-        let tokenizer = Tokenizer::from_dir(&fixtures.join(model)).unwrap();
-        let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
-        let (mut stream, mut streamed) = (TextStream::new(), String::new());
-        for &id in &ids {
-            let piece = stream.push(&tokenizer, id).unwrap();
-            assert!(!piece.contains('\u{FFFD}'), "{model}: {piece:?}");
-            streamed.push_str(&piece);
-        }
-        streamed.push_str(&stream.finish(&tokenizer).unwrap());
-        assert_eq!(streamed, tokenizer.decode(&ids).unwrap(), "{model}");
-        assert_eq!(streamed.trim_start(), text, "{model}");
-        // A stream that continues after some ids of a text returns the remaining text, including a leading space.
-        let complete = |&end: &usize| !tokenizer.decode(&ids[..end]).unwrap().ends_with('\u{FFFD}');
-        let half = (0..ids.len() / 2).rev().find(complete).unwrap();
-        let mut stream = TextStream::continuing(&ids[..half]);
-        let mut rest: String = ids[half..].iter().map(|&id| stream.push(&tokenizer, id).unwrap()).collect();
-        rest.push_str(&stream.finish(&tokenizer).unwrap());
-        assert_eq!(tokenizer.decode(&ids[..half]).unwrap() + &rest, streamed, "{model}");
+const VECTOR_MODELS: [VectorModel; 5] = [
+    VectorModel { folder: "gpt-oss-20b", vectors: "ggml-vocab-gpt-4o" },
+    VectorModel { folder: "Llama-3.1-8B-Instruct", vectors: "ggml-vocab-llama-bpe" },
+    VectorModel { folder: "gpt2", vectors: "ggml-vocab-gpt-2" },
+    VectorModel { folder: "Qwen2.5", vectors: "ggml-vocab-qwen2" },
+    VectorModel { folder: "TinyLlama-1.1B-Chat-v1.0", vectors: "ggml-vocab-llama-spm" },
+];
+
+fn vector_models() -> Vec<TestCase<VectorModel>> {
+    let case = |value: VectorModel| TestCase { name: value.folder.into(), need: Some(Need::Fixtures), value };
+    VECTOR_MODELS.map(case).into()
+}
+
+#[test(each = vector_models)]
+fn ids_agree_with_llama_cpp(model: VectorModel) {
+    let tokenizer = model.load();
+    let read = |ending: &str| {
+        let name = format!("{}.gguf.{ending}", model.vectors);
+        fs::read_to_string(fixtures().join("vectors/llama.cpp").join(name)).unwrap()
+    };
+    let (inputs, outputs) = (read("inp"), read("out"));
+    let inputs: Vec<&str> = inputs.split("\n__ggml_vocab_test__\n").collect();
+    let outputs: Vec<&str> = outputs.lines().collect();
+    let mut checked = 0;
+    for (text, ids) in inputs.iter().zip(&outputs) {
+        let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
+        // llama.cpp's expected ids have no BOS. `ControlTokens::Text` adds none.
+        assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{text:?}");
+        checked += 1;
     }
+    assert!(checked > 30, "only {checked} test vectors");
+}
+
+#[test(each = vector_models)]
+fn streamed_text_is_complete_and_never_splits_a_character(model: VectorModel) {
+    let text = "Once upon a time, naïve Ångström 你好，世界 🦀🏳️‍🌈 told:\n\tfn main() {}  twice.  अच्छा ";
+    let tokenizer = model.load();
+    let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
+    let (mut stream, mut streamed) = (TextStream::new(), String::new());
+    for &id in &ids {
+        let piece = stream.push(&tokenizer, id).unwrap();
+        assert!(!piece.contains('\u{FFFD}'), "{piece:?}");
+        streamed.push_str(&piece);
+    }
+    streamed.push_str(&stream.finish(&tokenizer).unwrap());
+    assert_eq!(streamed, tokenizer.decode(&ids).unwrap());
+    assert_eq!(streamed.trim_start(), text);
+    // A stream that continues after some ids of a text returns the remaining text, including a leading space.
+    let complete = |&end: &usize| !tokenizer.decode(&ids[..end]).unwrap().ends_with('\u{FFFD}');
+    let half = (0..ids.len() / 2).rev().find(complete).unwrap();
+    let mut stream = TextStream::continuing(&ids[..half]);
+    let mut rest: String = ids[half..].iter().map(|&id| stream.push(&tokenizer, id).unwrap()).collect();
+    rest.push_str(&stream.finish(&tokenizer).unwrap());
+    assert_eq!(tokenizer.decode(&ids[..half]).unwrap() + &rest, streamed);
 }
 
 #[test]
@@ -89,24 +103,22 @@ fn a_character_after_incomplete_ones_is_streamed_whole() {
 }
 
 /// Asserts that the bytes of a text's tokens make up the text. Some tokenizers add a leading space.
-fn assert_bytes_are_complete(tokenizer: &Tokenizer, name: &str) {
+fn assert_bytes_are_complete(tokenizer: &Tokenizer) {
     let text = "naïve 你好 🦀🏳️‍🌈\n\tfn main() {}  twice";
     let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
     let bytes: Vec<u8> = ids.iter().flat_map(|&id| tokenizer.table().bytes(id)).collect();
-    assert_eq!(String::from_utf8(bytes).unwrap().trim_start(), text, "{name}");
+    assert_eq!(String::from_utf8(bytes).unwrap().trim_start(), text);
     assert!(tokenizer.table().bytes(u32::MAX).is_empty());
 }
 
 #[test]
 fn bytes_of_tokens_make_up_the_text() {
-    assert_bytes_are_complete(&Tokenizer::from_dir(&demo_dir()).unwrap(), "demo");
+    assert_bytes_are_complete(&Tokenizer::from_dir(&demo_dir()).unwrap());
 }
 
-#[test(fixtures)]
-fn bytes_of_real_tokens_make_up_the_text() {
-    for (model, _) in VECTORS {
-        assert_bytes_are_complete(&Tokenizer::from_dir(&fixtures().join(model)).unwrap(), model);
-    }
+#[test(each = vector_models)]
+fn bytes_of_real_tokens_make_up_the_text(model: VectorModel) {
+    assert_bytes_are_complete(&model.load());
 }
 
 #[test(fixtures)]
@@ -121,47 +133,55 @@ fn ids_without_a_token_decode_to_nothing() {
     assert_eq!(text, "HelloHello");
 }
 
+/// Returns the demo, and the models with test vectors.
+fn parsed_models() -> Vec<TestCase<Option<VectorModel>>> {
+    let mut cases = named_cases([("demo", None)]);
+    cases.extend(vector_models().into_iter().map(|case| TestCase {
+        name: case.name,
+        need: case.need,
+        value: Some(case.value),
+    }));
+    cases
+}
+
 /// Compares inferno's faster parser with the `tokenizers` crate, for several forms of tokenizer.json.
-#[test]
-fn parser_agrees_with_the_tokenizers_crate() {
-    let folders = fixtures_if_set()
-        .map_or(Vec::new(), |fixtures| VECTORS.iter().map(|(model, _)| fixtures.join(model)).collect());
-    for folder in folders.into_iter().chain([demo_dir()]) {
-        let bytes = fs::read(folder.join("tokenizer.json")).unwrap();
-        let original: Value = serde_json::from_slice(&bytes).unwrap();
-        let changed = |change: &dyn Fn(&mut Value)| {
-            let mut json = original.clone();
-            change(&mut json["model"]);
-            serde_json::to_vec(&json).unwrap()
-        };
-        let rewrite_merges = |model: &mut Value, as_strings: bool| {
-            for merge in model["merges"].as_array_mut().unwrap() {
-                let parts: Vec<String> = match &*merge {
-                    Value::String(both) => both.split(' ').map(str::to_string).collect(),
-                    pair => serde_json::from_value(pair.clone()).unwrap(),
-                };
-                *merge = if as_strings { parts.join(" ").into() } else { parts.into() };
-            }
-        };
-        let variants = [
-            bytes.clone(),
-            changed(&|model| rewrite_merges(model, true)),
-            changed(&|model| rewrite_merges(model, false)),
-            changed(&|model| drop(model.as_object_mut().unwrap().remove("type"))),
-        ];
-        let text = "Hello <|start|>assistant<|end|> wörld 12345 \n\n  ok </s> <s> <think> 日本語, don't";
-        for bytes in variants {
-            let library = tokenizers::Tokenizer::from_bytes(&bytes).unwrap();
-            let ours = Tokenizer::from_bytes(&bytes).unwrap();
-            let want = library.encode(text, false).unwrap();
-            assert_eq!(ours.encode(text, ControlTokens::Parse).unwrap(), want.get_ids(), "{}", folder.display());
-            assert_eq!(ours.decode(want.get_ids()).unwrap(), library.decode(want.get_ids(), false).unwrap());
-            assert_eq!(ours.vocab_size(), library.get_vocab_size(true));
+#[test(each = parsed_models)]
+fn parser_agrees_with_the_tokenizers_crate(model: Option<VectorModel>) {
+    let folder = model.map_or_else(demo_dir, |model| fixtures().join(model.folder));
+    let bytes = fs::read(folder.join("tokenizer.json")).unwrap();
+    let original: Value = serde_json::from_slice(&bytes).unwrap();
+    let changed = |change: &dyn Fn(&mut Value)| {
+        let mut json = original.clone();
+        change(&mut json["model"]);
+        serde_json::to_vec(&json).unwrap()
+    };
+    let rewrite_merges = |model: &mut Value, as_strings: bool| {
+        for merge in model["merges"].as_array_mut().unwrap() {
+            let parts: Vec<String> = match &*merge {
+                Value::String(both) => both.split(' ').map(str::to_string).collect(),
+                pair => serde_json::from_value(pair.clone()).unwrap(),
+            };
+            *merge = if as_strings { parts.join(" ").into() } else { parts.into() };
         }
-        let broken = changed(&|model| model["merges"][0] = "a b c".into());
-        let error = format!("{:#}", Tokenizer::from_bytes(&broken).err().unwrap());
-        assert!(error.contains("cannot load the tokenizer: "), "{error}");
+    };
+    let variants = [
+        bytes.clone(),
+        changed(&|model| rewrite_merges(model, true)),
+        changed(&|model| rewrite_merges(model, false)),
+        changed(&|model| drop(model.as_object_mut().unwrap().remove("type"))),
+    ];
+    let text = "Hello <|start|>assistant<|end|> wörld 12345 \n\n  ok </s> <s> <think> 日本語, don't";
+    for bytes in variants {
+        let library = tokenizers::Tokenizer::from_bytes(&bytes).unwrap();
+        let ours = Tokenizer::from_bytes(&bytes).unwrap();
+        let want = library.encode(text, false).unwrap();
+        assert_eq!(ours.encode(text, ControlTokens::Parse).unwrap(), want.get_ids());
+        assert_eq!(ours.decode(want.get_ids()).unwrap(), library.decode(want.get_ids(), false).unwrap());
+        assert_eq!(ours.vocab_size(), library.get_vocab_size(true));
     }
+    let broken = changed(&|model| model["merges"][0] = "a b c".into());
+    let error = format!("{:#}", Tokenizer::from_bytes(&broken).err().unwrap());
+    assert!(error.contains("cannot load the tokenizer: "), "{error}");
 }
 
 /// Returns a BPE tokenizer.json for the letters a, b and c, modified by `change`.
@@ -239,13 +259,17 @@ fn strange_vocabularies_do_not_panic() {
             "normalized": false, "special": true});
         small(|json| json["added_tokens"] = json!([token]))
     };
-    // The added token has the id of another token, an unused id, an id above `u32::MAX`, the text of another token, or
-    // no text.
-    for bytes in [added(0, "<s>"), added(u32::MAX.into(), "<s>"), added(1 << 40, "<s>"), added(4, "a"), added(4, "")] {
-        println!("{:?}", outcome(&bytes, "ab<s>c"));
+    for (id, content) in [
+        (0, "<s>"),               // the id of another token
+        (u32::MAX.into(), "<s>"), // an unused id
+        (1 << 40, "<s>"),         // an id above `u32::MAX`
+        (4, "a"),                 // the text of another token
+        (4, ""),                  // no text
+    ] {
+        println!("added token {content:?} with id {id}: {:?}", outcome(&added(id, content), "ab<s>c"));
     }
     for vocab in [json!({}), json!({"a": u32::MAX}), json!({"a": 0, "b": 0}), json!({"": 0}), json!({"a": -1})] {
-        println!("{:?}", outcome(&small(|json| json["model"]["vocab"] = vocab), "abc"));
+        println!("vocabulary {vocab}: {:?}", outcome(&small(|json| json["model"]["vocab"] = vocab.clone()), "abc"));
     }
     // Windows line breaks in tokenizer.json are whitespace. A byte order mark is not valid JSON.
     let pretty: Value = serde_json::from_slice(&small(|_| ())).unwrap();

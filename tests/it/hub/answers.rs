@@ -14,8 +14,10 @@ use tempfile::TempDir;
 
 use super::process::command;
 use super::{Machine, fast_limits, include_only, message_and_code};
+use crate::harness::TestCase;
 use crate::support::bounded::bounded;
 use crate::support::fake_hub::{COMMIT, FakeHub, INDEX, REPO, etag};
+use crate::support::named_cases;
 use crate::support::program::text;
 
 /// Starts a fake hub that answers every request for a listing with `listing`.
@@ -154,52 +156,74 @@ fn deceptive_file_names_are_refused() {
     }
 }
 
-#[test]
-fn malformed_listings_are_one_error() {
+/// A listing that the hub sends, and the error of `inferno download` for it.
+struct RefusedListing {
+    listing: Vec<u8>,
+    exit_code: i32,
+    message: &'static str,
+}
+
+fn refused_listings() -> Vec<TestCase<RefusedListing>> {
     let sha = format!(r#""sha":"{COMMIT}""#);
     let sibling = |fields: &str| format!(r#"{{{sha},"siblings":[{{"rfilename":"a",{fields}}}]}}"#);
     let long = "x".repeat(1 << 20);
-    let not_a_hub: Vec<Vec<u8>> = vec![
-        b"".into(),
-        b"null".into(),
-        b"[]".into(),
-        b"\xff\xfe".into(),
-        b"{\"sha\":\"\xc3\"}".into(),
-        br#"{"sha":"\ud800"}"#.into(),
-        r#"{"siblings":[]}"#.into(),
-        format!("{{{sha},{sha}}}").into(),
-        format!(r#"{{{sha},"siblings":{{}}}}"#).into(),
-        format!(r#"{{{sha},"siblings":[1]}}"#).into(),
-        format!(r#"{{{sha},"siblings":"{long}"}}"#).into(),
-        sibling(r#""size":-1"#).into(),
-        sibling(r#""size":1e3"#).into(),
-        sibling(r#""size":18446744073709551616"#).into(),
-        sibling(&format!(r#""size":{}"#, "9".repeat(1 << 20))).into(),
-        sibling(&format!(r#""blobId":{{"{long}":1}}"#)).into(),
-        format!(r#"{{{sha},"siblings":{}"#, "[".repeat(1 << 20)).into(),
-        format!(r#"{{{sha},"x":{}"#, "[".repeat(1 << 20)).into(),
-        format!(r#"{{{sha},"x":{}"#, r#"{"a":"#.repeat(1 << 20)).into(),
+    let digits = "9".repeat(1 << 20);
+    let arrays = "[".repeat(1 << 20);
+    let objects = r#"{"a":"#.repeat(1 << 20);
+    let malformed: Vec<(&str, Vec<u8>)> = vec![
+        ("empty", b"".into()),
+        ("null", b"null".into()),
+        ("list", b"[]".into()),
+        ("not_utf8", b"\xff\xfe".into()),
+        ("text_not_utf8", b"{\"sha\":\"\xc3\"}".into()),
+        ("lone_surrogate", br#"{"sha":"\ud800"}"#.into()),
+        ("no_commit", r#"{"siblings":[]}"#.into()),
+        ("two_commits", format!("{{{sha},{sha}}}").into()),
+        ("files_are_an_object", format!(r#"{{{sha},"siblings":{{}}}}"#).into()),
+        ("file_is_a_number", format!(r#"{{{sha},"siblings":[1]}}"#).into()),
+        ("files_are_a_text", format!(r#"{{{sha},"siblings":"{long}"}}"#).into()),
+        ("negative_size", sibling(r#""size":-1"#).into()),
+        ("fractional_size", sibling(r#""size":1e3"#).into()),
+        ("size_over_64_bits", sibling(r#""size":18446744073709551616"#).into()),
+        ("size_with_a_million_digits", sibling(&format!(r#""size":{digits}"#)).into()),
+        ("etag_is_an_object", sibling(&format!(r#""blobId":{{"{long}":1}}"#)).into()),
+        ("nested_files", format!(r#"{{{sha},"siblings":{arrays}"#).into()),
+        ("nested_lists", format!(r#"{{{sha},"x":{arrays}"#).into()),
+        ("nested_objects", format!(r#"{{{sha},"x":{objects}"#).into()),
     ];
-    for listing in not_a_hub {
-        let fake = with_listing(listing);
-        let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
-        output.assert_fails(5, &["the response is not from a model hub"]);
-    }
     let files = |names: &[&str]| listing_of(names.iter().map(|name| file(name)));
-    for (listing, expected) in [
-        (format!(r#"{{"sha":"{long}"}}"#), "invalid commit hash for 'org/tiny-model': 'xxx"),
-        (files(&[&long]), "is not a valid path in a repository"),
-        (files(&["a", "a"]), "lists 'a' in 'org/tiny-model' twice"),
-        (files(&["../a"]), "cannot use: '../a' is not a valid path"),
-        (files(&["/a"]), "cannot use: '/a' is not a valid path"),
-        (sibling(r#""size":1125899906842625"#), "impossible size for 'a'"),
-        (sibling(&format!(r#""blobId":"{long}""#)), "invalid hash for 'a': 'xxx"),
-        (listing_of((0..300_000).map(|_| file("a"))), "more than 200000 files"),
-    ] {
-        let fake = with_listing(listing);
-        bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO])).assert_fails(1, &[expected]);
-    }
-    // Names that differ only in case are different files.
+    let impossible = [
+        ("long_commit", format!(r#"{{"sha":"{long}"}}"#), "invalid commit hash for 'org/tiny-model': 'xxx"),
+        ("long_name", files(&[&long]), "is not a valid path in a repository"),
+        ("file_twice", files(&["a", "a"]), "lists 'a' in 'org/tiny-model' twice"),
+        ("parent_folder", files(&["../a"]), "cannot use: '../a' is not a valid path"),
+        ("absolute_path", files(&["/a"]), "cannot use: '/a' is not a valid path"),
+        ("size_over_a_pebibyte", sibling(r#""size":1125899906842625"#), "impossible size for 'a'"),
+        ("long_hash", sibling(&format!(r#""blobId":"{long}""#)), "invalid hash for 'a': 'xxx"),
+    ];
+    let malformed = malformed.into_iter().map(|(name, listing)| {
+        (name, RefusedListing { listing, exit_code: 5, message: "the response is not from a model hub" })
+    });
+    let impossible = impossible
+        .map(|(name, listing, message)| (name, RefusedListing { listing: listing.into(), exit_code: 1, message }));
+    named_cases(malformed.chain(impossible))
+}
+
+#[test(each = refused_listings)]
+fn refused_listings_are_one_error(RefusedListing { listing, exit_code, message }: RefusedListing) {
+    let fake = with_listing(listing);
+    bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO])).assert_fails(exit_code, &[message]);
+}
+
+#[test]
+fn listing_with_too_many_files_is_an_error() {
+    let fake = with_listing(listing_of((0..300_000).map(|_| file("a"))));
+    let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
+    output.assert_fails(1, &["more than 200000 files"]);
+}
+
+#[test]
+fn names_that_differ_in_case_are_different_files() {
     let fake = FakeHub::start(&[("README.md", b"1"), ("readme.md", b"2"), ("config.json", b"{}")]);
     let machine = Machine::new(fake.endpoint());
     let snapshot = machine.hub().download(REPO, None, &include_only("*.md"), &()).unwrap();

@@ -7,7 +7,9 @@ use std::time::Duration;
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Snapshot, SnapshotSource};
 
 use super::{Machine, Recorder, fast_limits, file_names, include_only, message_and_code};
+use crate::harness::TestCase;
 use crate::support::fake_hub::{COMMIT, FakeHub, Fault, INDEX, REPO, SHARDS, etag, pattern};
+use crate::support::named_cases;
 
 #[test]
 fn download_writes_the_hugging_face_cache_layout() {
@@ -81,31 +83,39 @@ fn unchanged_files_are_shared_between_commits() {
     assert_eq!(machine.hub().find(REPO, Some(&COMMIT[..8])).unwrap(), older);
 }
 
-#[test]
-fn interrupted_download_is_resumed() {
+/// The `.incomplete` file that an earlier download has left behind.
+struct Leftover {
+    bytes: Vec<u8>,
+    /// Whether the hub honors range requests.
+    supports_ranges: bool,
+}
+
+fn leftovers() -> Vec<TestCase<Leftover>> {
+    let weights = pattern(50_000, 3);
+    let begun = weights[..20_000].to_vec();
+    named_cases([
+        ("begun", Leftover { bytes: begun.clone(), supports_ranges: true }),
+        ("begun_but_the_hub_ignores_ranges", Leftover { bytes: begun, supports_ranges: false }),
+        ("complete", Leftover { bytes: weights, supports_ranges: true }),
+        ("longer_than_the_file", Leftover { bytes: pattern(60_000, 9), supports_ranges: true }),
+    ])
+}
+
+#[test(each = leftovers)]
+fn interrupted_download_is_resumed(Leftover { bytes: leftover, supports_ranges }: Leftover) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     let weights = pattern(50_000, 3);
     let blobs = machine.repo().join("blobs");
     let partial = blobs.join(format!("{}.incomplete", etag("model.safetensors", &weights)));
-    for supports_ranges in [true, false] {
-        fs::create_dir_all(&blobs).unwrap();
-        fs::write(&partial, &weights[..20_000]).unwrap();
-        fake.change(|state| state.supports_ranges = supports_ranges);
-        let snapshot = machine.download().unwrap();
-        assert!(fake.take_heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-")));
-        assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights, "ranges: {supports_ranges}");
-        assert!(!partial.exists());
-        fs::remove_dir_all(machine.repo()).unwrap();
-    }
-    // A leftover `.incomplete` file may have all bytes of the file, or even be longer than the file.
-    for leftover in [weights.clone(), pattern(60_000, 9)] {
-        fs::create_dir_all(&blobs).unwrap();
-        fs::write(&partial, &leftover).unwrap();
-        let snapshot = machine.download().unwrap();
-        assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights);
-        fs::remove_dir_all(machine.repo()).unwrap();
-    }
+    fs::create_dir_all(&blobs).unwrap();
+    fs::write(&partial, &leftover).unwrap();
+    fake.change(|state| state.supports_ranges = supports_ranges);
+    let snapshot = machine.download().unwrap();
+    let requests_rest = fake.take_heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-"));
+    assert_eq!(requests_rest, leftover.len() == 20_000);
+    assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights);
+    assert!(!partial.exists());
 }
 
 #[test]
@@ -141,21 +151,24 @@ fn concurrent_downloads_fetch_each_file_once() {
 fn head_requests_complete_a_listing_without_sizes() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    for storage in [None, Some("http://localhost:1".to_string())] {
-        let redirected = storage.is_some();
-        fake.change(|state| (state.lists_sizes, state.storage) = (false, storage));
-        let events = Recorder::default();
-        if redirected {
-            // The redirect response contains the file size, but the redirect target does not answer.
-            fs::remove_dir_all(machine.repo()).unwrap();
-            assert_eq!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &events)).1, 5);
-        } else {
-            let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap();
-            assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
-        }
-        assert_eq!(events.all()[0], "start 3 files, 50004 bytes");
-        assert!(fake.take_lines().contains(&format!("HEAD /{REPO}/resolve/{COMMIT}/model.safetensors")));
-    }
+    fake.change(|state| state.lists_sizes = false);
+    let events = Recorder::default();
+    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap();
+    assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
+    assert_eq!(events.all()[0], "start 3 files, 50004 bytes");
+    assert!(fake.take_lines().contains(&format!("HEAD /{REPO}/resolve/{COMMIT}/model.safetensors")));
+}
+
+/// The response that redirects a HEAD request contains the file size. The storage host does not answer.
+#[test]
+fn sizes_are_known_even_if_the_storage_host_does_not_answer() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    fake.change(|state| (state.lists_sizes, state.storage) = (false, Some("http://localhost:1".to_string())));
+    let events = Recorder::default();
+    assert_eq!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &events)).1, 5);
+    assert_eq!(events.all()[0], "start 3 files, 50004 bytes");
+    assert!(fake.take_lines().contains(&format!("HEAD /{REPO}/resolve/{COMMIT}/model.safetensors")));
 }
 
 #[test]

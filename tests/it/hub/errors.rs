@@ -6,39 +6,62 @@ use std::path::Path;
 use inferno::hub::FileFilter;
 
 use super::{Machine, file_names, message_and_code};
+use crate::harness::TestCase;
 use crate::support::fake_hub::{COMMIT, FakeHub, HubState, INDEX, REPO};
+use crate::support::named_cases;
 
-#[test]
-fn each_refusal_of_the_hub_has_its_error() {
+/// A response of the hub to the request for the list of files, and the error for it.
+struct ListingRefusal {
+    status: u16,
+    /// The header `x-error-code`, which not all mirrors send.
+    error_code: &'static str,
+    body: &'static str,
+    exit_code: u8,
+    message: &'static str,
+}
+
+fn listing_refusals() -> Vec<TestCase<ListingRefusal>> {
+    let page = "<html>what you saw previously is gone</html>";
+    let no_repo = r#"{"error":"Repository not found"}"#;
+    let no_revision = r#"{"error":"Invalid rev id: v9"}"#;
+    let cases = [
+        ("no_repo_with_code", 401, "RepoNotFound", "", 3, "cannot find repository"),
+        ("no_repo_without_code", 401, "", "", 3, "cannot find repository"),
+        ("no_repo_with_a_page", 404, "", page, 3, "cannot find repository"),
+        ("no_repo_with_json", 404, "", no_repo, 3, "cannot find repository"),
+        ("no_revision_with_code", 404, "RevisionNotFound", "", 3, "cannot find revision 'v9'"),
+        ("no_revision_with_json", 404, "", no_revision, 3, "cannot find revision 'v9'"),
+        ("gated_without_token", 401, "GatedRepo", "", 4, "accept its license"),
+        ("gated_for_this_user", 403, "GatedRepo", "", 4, "accept its license"),
+        ("too_many_requests", 429, "", "", 5, "HTTP 429"),
+        ("unavailable", 503, "", "", 5, "HTTP 503"),
+        ("login_page", 200, "", "<html>log in</html>", 5, "not from a model hub"),
+    ];
+    named_cases(cases.map(|(name, status, error_code, body, exit_code, message)| {
+        (name, ListingRefusal { status, error_code, body, exit_code, message })
+    }))
+}
+
+#[test(each = listing_refusals)]
+fn each_refusal_of_the_hub_has_its_error(refusal: ListingRefusal) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let download = || message_and_code(machine.hub().download(REPO, Some("v9"), &FileFilter::default(), &()));
-    for (status, code, body, exit_code, expected) in [
-        (401, "RepoNotFound", "", 3, "cannot find repository"),
-        (401, "", "", 3, "cannot find repository"),
-        (404, "", "<html>what you saw previously is gone</html>", 3, "cannot find repository"),
-        (404, "", "{\"error\":\"Repository not found\"}", 3, "cannot find repository"),
-        (404, "RevisionNotFound", "", 3, "cannot find revision 'v9'"),
-        (404, "", "{\"error\":\"Invalid rev id: v9\"}", 3, "cannot find revision 'v9'"),
-        (401, "GatedRepo", "", 4, "accept its license"),
-        (403, "GatedRepo", "", 4, "accept its license"),
-        (429, "", "", 5, "HTTP 429"),
-        (503, "", "", 5, "HTTP 503"),
-    ] {
-        fake.change(|state| state.listing_refused = Some((status, code, body)));
-        let (message, code) = download();
-        assert_eq!(code, exit_code, "{status} {message}");
-        assert!(message.contains(expected), "{status} {message}");
-    }
-    fake.change(|state| state.listing_refused = Some((200, "", "<html>log in</html>")));
-    let (message, code) = download();
-    assert!(code == 5 && message.contains("not from a model hub"), "{message}");
+    fake.change(|state| state.listing_refused = Some((refusal.status, refusal.error_code, refusal.body)));
+    let (message, code) = message_and_code(machine.hub().download(REPO, Some("v9"), &FileFilter::default(), &()));
+    assert_eq!(code, refusal.exit_code, "{message}");
+    assert!(message.contains(refusal.message), "{message}");
+}
+
+#[test]
+fn rejected_tokens_and_gated_files_are_errors() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
     fake.change(|state| state.listing_refused = Some((401, "", "")));
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert!(code == 4 && message.contains("rejects the token"), "{message}");
     // Anyone may list a gated repository. Only downloads of its files are restricted.
     fake.change(|state| (state.listing_refused, state.files_refused) = (None, Some((403, "GatedRepo"))));
-    assert_eq!(download().1, 4);
+    assert_eq!(message_and_code(machine.download()).1, 4);
     fake.change(|state| state.files_refused = Some((401, "")));
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 4);
@@ -99,8 +122,8 @@ fn paths_outside_the_cache_are_refused() {
         let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, index.as_bytes())]);
         let machine = Machine::new(fake.endpoint());
         let (message, _) = message_and_code(machine.download());
-        assert!(message.contains("not a plain file name"), "{message}");
-        assert!(outside(&machine).is_empty());
+        assert!(message.contains("not a plain file name"), "{shard}: {message}");
+        assert!(outside(&machine).is_empty(), "{shard}");
         assert!(!Path::new("/tmp/inferno-escaped").exists());
     }
     for name in ["../config.json", "/tmp/inferno-escaped", "a/../../b", "a\\b", "a\u{0}b"] {
@@ -108,8 +131,8 @@ fn paths_outside_the_cache_are_refused() {
         fake.change(|state| drop(state.files.insert(name.to_string(), b"{}".to_vec())));
         let machine = Machine::new(fake.endpoint());
         let (message, _) = message_and_code(machine.download());
-        assert!(message.contains("not a valid path in a repository"), "{message}");
-        assert!(file_names(machine.dir.path()).is_empty());
+        assert!(message.contains("not a valid path in a repository"), "{name:?}: {message}");
+        assert!(file_names(machine.dir.path()).is_empty(), "{name:?}");
     }
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
@@ -127,7 +150,7 @@ fn invalid_names_are_rejected_before_any_request() {
     let machine = Machine::new(fake.endpoint());
     for repo in ["", "a/b/c", "../x", "a b/c", "org/..", "https://huggingface.co/org/name"] {
         let (message, _) = message_and_code(machine.hub().download(repo, None, &FileFilter::default(), &()));
-        assert!(message.contains("use org/name"), "{message}");
+        assert!(message.contains("use org/name"), "{repo:?}: {message}");
     }
     assert!(
         message_and_code(machine.hub().download(REPO, Some("../x"), &FileFilter::default(), &()))
@@ -159,7 +182,7 @@ fn impossible_listings_are_refused() {
         let machine = Machine::new(fake.endpoint());
         for result in [machine.download().map(|_| ()), machine.hub().inspect(REPO, None).map(|_| ())] {
             let error = result.unwrap_err();
-            assert!(error.to_string().contains(expected), "{error}");
+            assert!(error.to_string().contains(expected), "expected {expected:?} in {error}");
         }
         assert!(!machine.repo().exists());
     }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits, SnapshotSource};
 
 use super::{Machine, Recorder, fast_limits, file_names, include_only, message_and_code};
+use crate::harness::TestCase;
 use crate::support::fake_hub::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
+use crate::support::named_cases;
 
 const WEIGHTS: &str = "model.safetensors";
 
@@ -56,12 +58,19 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     message_and_code
 }
 
+/// Returns the numbers of bytes after which the connection breaks.
+fn cuts() -> Vec<TestCase<usize>> {
+    named_cases([0, 1, 9_999, 10_000, 10_001, 33_333, 49_999].map(|cut| (format!("after_{cut}_bytes"), cut)))
+}
+
+#[test(each = cuts)]
+fn truncated_body_is_resumed(cut: usize) {
+    survives(in_one, &[Fault::Cut(cut)]);
+    survives(in_ranges, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
+}
+
 #[test]
-fn truncated_body_is_resumed() {
-    for cut in [0, 1, 9_999, 10_000, 10_001, 33_333, 49_999] {
-        survives(in_one, &[Fault::Cut(cut)]);
-        survives(in_ranges, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
-    }
+fn failures_are_counted_from_the_last_progress() {
     // In a file of 50,000 bytes, the count of failures restarts after every 4 KiB of progress.
     // A download therefore survives many broken connections.
     survives(in_one, &[Fault::Cut(2_000); 20]);
@@ -104,24 +113,43 @@ fn stalled_transfer_is_retried_after_the_timeout() {
     check(3, 10_000, &[Fault::Stall(5_000), Fault::None, Fault::Stall(0)]);
 }
 
+const RANGE_REFUSED: Fault = Fault::Status("416 Range Not Satisfiable");
+
+fn wrong_responses() -> Vec<TestCase<Fault>> {
+    named_cases([
+        ("other_range", Fault::OtherRange),
+        ("wrong_range", Fault::WrongRange),
+        ("body_twice", Fault::BodyTwice),
+        ("portal", Fault::Portal),
+    ])
+}
+
+#[test(each = wrong_responses)]
+fn wrong_response_is_requested_again(fault: Fault) {
+    survives(in_ranges, &[Fault::None, fault]);
+    survives(in_one, &[Fault::Cut(20_000), fault]);
+}
+
 #[test]
-fn wrong_range_is_requested_again() {
-    for fault in [Fault::OtherRange, Fault::WrongRange, Fault::BodyTwice, Fault::Portal] {
-        survives(in_ranges, &[Fault::None, fault]);
-        survives(in_one, &[Fault::Cut(20_000), fault]);
-    }
-    let refused = Fault::Status("416 Range Not Satisfiable");
-    survives(in_ranges, &[refused, Fault::None, refused]);
-    for (fault, expected) in [
-        (Fault::WrongRange, "a range other than the requested one"),
-        (Fault::Portal, "login page"),
-        (refused, "outside the file"),
-        (Fault::Status("500 No"), "HTTP 500"),
-    ] {
-        let (message, code) = fails(in_ranges, fault);
-        assert_eq!(code, 5, "{message}");
-        assert!(message.contains(expected), "{message}");
-    }
+fn refused_range_is_requested_again() {
+    survives(in_ranges, &[RANGE_REFUSED, Fault::None, RANGE_REFUSED]);
+}
+
+/// Returns responses that a retry cannot repair, each with a text of the error message.
+fn lasting_faults() -> Vec<TestCase<(Fault, &'static str)>> {
+    named_cases([
+        ("wrong_range", (Fault::WrongRange, "a range other than the requested one")),
+        ("portal", (Fault::Portal, "login page")),
+        ("refused_range", (RANGE_REFUSED, "outside the file")),
+        ("server_error", (Fault::Status("500 No"), "HTTP 500")),
+    ])
+}
+
+#[test(each = lasting_faults)]
+fn download_fails_if_a_fault_lasts((fault, expected): (Fault, &'static str)) {
+    let (message, code) = fails(in_ranges, fault);
+    assert_eq!(code, 5, "{message}");
+    assert!(message.contains(expected), "{message}");
 }
 
 #[test]
@@ -210,7 +238,7 @@ fn login_page_does_not_discard_fetched_bytes() {
 fn file_with_a_flipped_bit_is_fetched_again() {
     for (hub, at) in [(in_one as fn(&Machine) -> Hub, 0), (in_one, 49_999), (in_ranges, 1_234)] {
         let events = survives(hub, &[Fault::Flip(at)]);
-        assert!(events.iter().any(|line| line.contains("the contents do not match")), "{events:?}");
+        assert!(events.iter().any(|line| line.contains("the contents do not match")), "byte {at}: {events:?}");
     }
     let (message, code) = fails(in_ranges, Fault::Flip(7));
     assert_eq!(code, 6, "{message}");
@@ -231,8 +259,8 @@ fn file_of_the_wrong_length_is_an_error() {
         let machine = Machine::new(fake.endpoint());
         for hub in [in_one(&machine), in_ranges(&machine)] {
             let (message, code) = message_and_code(hub.download(REPO, None, &FileFilter::default(), &()));
-            assert_eq!(code, 5, "{message}");
-            assert!(machine.hub().find(REPO, None).is_err());
+            assert_eq!(code, 5, "{bytes} bytes: {message}");
+            assert!(machine.hub().find(REPO, None).is_err(), "{bytes} bytes");
         }
     }
 }
@@ -340,7 +368,7 @@ fn redirects_never_take_the_token_to_another_host() {
         machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fake.take_heads().iter().all(|head| head.contains("hf_secret")), "{to}");
         let storage_requests = storage.take_heads();
-        assert!(!storage_requests.is_empty());
+        assert!(!storage_requests.is_empty(), "{to}");
         assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{to}: {storage_requests:?}");
     }
     // A redirect within the endpoint keeps the token.
@@ -355,9 +383,9 @@ fn redirects_never_take_the_token_to_another_host() {
         fake.take_lines();
         let machine = Machine::new(fake.endpoint());
         let (message, code) = message_and_code(machine.download());
-        assert_eq!(code, 5, "{message}");
-        assert!(message.contains("not a valid web address") && !message.contains("SECRET"), "{message}");
-        assert!(fake.take_lines().len() <= 5, "a permanent error was retried");
+        assert_eq!(code, 5, "{nowhere}: {message}");
+        assert!(message.contains("not a valid web address") && !message.contains("SECRET"), "{nowhere}: {message}");
+        assert!(fake.take_lines().len() <= 5, "{nowhere}: a permanent error was retried");
     }
     fake.change(|state| state.storage = Some(format!("/{REPO}/resolve/{COMMIT}/model.safetensors?")));
     let machine = Machine::new(fake.endpoint());

@@ -16,7 +16,8 @@ use tokio::task::JoinHandle;
 
 use super::client::{self, HANG, JSON, Response, chat, endless, read_chunk, request};
 use super::loading::options;
-use crate::support::demo_dir;
+use crate::harness::TestCase;
+use crate::support::{demo_dir, named_cases};
 
 /// A server with the demo model that runs in the test process.
 struct Local {
@@ -106,64 +107,69 @@ fn a_failed_step_fails_its_requests_only() {
     assert!(!local.serving.is_finished());
 }
 
+fn engine_faults() -> Vec<TestCase<Fault>> {
+    named_cases([("device", Fault::Device), ("panic", Fault::Panic)])
+}
+
 /// After a device fault or a panic of the engine, all requests fail and the server ends.
 /// Another server can then use the same port.
-#[test]
-fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
-    for fault in [Fault::Device, Fault::Panic] {
-        let local = Local::start(0);
-        let [stream, whole, waiting] = local.load();
-        local.engine.inject_fault(fault).unwrap();
-        for message in [stream_error(stream), whole_error(whole), whole_error(waiting)] {
-            assert!(
-                message.contains("injected fault of the device") || message.contains("the engine stopped"),
-                "{message}"
-            );
-        }
-        let Local { runtime, engine, address, serving } = local;
-        let served = runtime.block_on(async { tokio::time::timeout(HANG, serving).await });
-        let served = served.expect("timed out: the server did not end").unwrap();
-        assert!(served.unwrap_err().to_string().contains("the engine stopped"));
-        assert!(engine.has_stopped());
-        let next = Local::start(address.port());
-        assert_eq!(Response::read(&mut next.begin("GET", "/health", &json!({}))).status, 200);
-        Response::read(&mut next.chat(&chat(json!({ "max_tokens": 2 })))).ok();
+#[test(each = engine_faults)]
+fn a_server_with_a_broken_engine_ends_so_that_it_can_restart(fault: Fault) {
+    let local = Local::start(0);
+    let [stream, whole, waiting] = local.load();
+    local.engine.inject_fault(fault).unwrap();
+    for message in [stream_error(stream), whole_error(whole), whole_error(waiting)] {
+        assert!(
+            message.contains("injected fault of the device") || message.contains("the engine stopped"),
+            "{message}"
+        );
     }
+    let Local { runtime, engine, address, serving } = local;
+    let served = runtime.block_on(async { tokio::time::timeout(HANG, serving).await });
+    let served = served.expect("timed out: the server did not end").unwrap();
+    assert!(served.unwrap_err().to_string().contains("the engine stopped"));
+    assert!(engine.has_stopped());
+    let next = Local::start(address.port());
+    assert_eq!(Response::read(&mut next.begin("GET", "/health", &json!({}))).status, 200);
+    Response::read(&mut next.chat(&chat(json!({ "max_tokens": 2 })))).ok();
+}
+
+/// Returns values of `INFERNO_FAULT` for the second of three ranks, each with a text of the error message.
+fn rank_faults() -> Vec<TestCase<(&'static str, &'static str)>> {
+    named_cases([("hang", ("1:hang:60", "GPU 2 of 3 does not answer")), ("panic", ("1:panic:60", "GPU 2 of 3 failed"))])
 }
 
 /// One rank hangs or panics while 8 clients wait for answers. All requests fail, and the process exits.
-#[test]
-fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
-    for (fault, reason) in [("1:hang:60", "GPU 2 of 3 does not answer"), ("1:panic:60", "GPU 2 of 3 failed")] {
-        let variables = [("INFERNO_FAULT", fault)];
-        let mut server = client::Server::start_with(&["--device", "cpu,cpu,cpu", "--context", "512"], &variables);
-        let errors = std::thread::scope(|scope| {
-            let clients: Vec<_> = (0..8)
-                .map(|index| {
-                    let is_stream = index % 2 == 0;
-                    let body = chat(json!({ "stream": is_stream, "ignore_eos": true, "max_tokens": 400 }));
-                    let mut response = BufReader::new(server.begin("/v1/chat/completions", &body));
-                    scope.spawn(move || {
-                        if !is_stream {
-                            return whole_error(response);
-                        }
-                        assert_eq!(Response::read_head(&mut response).status, 200);
-                        stream_error(response)
-                    })
+#[test(each = rank_faults)]
+fn a_rank_that_fails_under_load_ends_all_requests_and_the_process((fault, reason): (&'static str, &'static str)) {
+    let variables = [("INFERNO_FAULT", fault)];
+    let mut server = client::Server::start_with(&["--device", "cpu,cpu,cpu", "--context", "512"], &variables);
+    let errors = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..8)
+            .map(|index| {
+                let is_stream = index % 2 == 0;
+                let body = chat(json!({ "stream": is_stream, "ignore_eos": true, "max_tokens": 400 }));
+                let mut response = BufReader::new(server.begin("/v1/chat/completions", &body));
+                scope.spawn(move || {
+                    if !is_stream {
+                        return whole_error(response);
+                    }
+                    assert_eq!(Response::read_head(&mut response).status, 200);
+                    stream_error(response)
                 })
-                .collect();
-            clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>()
-        });
-        for message in errors {
-            assert!(message.contains(reason) && message.contains("the other GPUs were stopped"), "{message}");
-        }
-        // Until the process exits, `/health` returns status 503 or the connection fails.
-        if let Ok(mut stream) = TcpStream::connect(&server.address) {
-            let _ = stream.write_all(&request("GET", "/health", &[], b""));
-            let mut status = String::new();
-            let _ = std::io::BufRead::read_line(&mut BufReader::new(stream), &mut status);
-            assert!(status.is_empty() || status.contains(" 503 "), "{status}");
-        }
-        assert_eq!(server.exit_code(), Some(7));
+            })
+            .collect();
+        clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>()
+    });
+    for message in errors {
+        assert!(message.contains(reason) && message.contains("the other GPUs were stopped"), "{message}");
     }
+    // Until the process exits, `/health` returns status 503 or the connection fails.
+    if let Ok(mut stream) = TcpStream::connect(&server.address) {
+        let _ = stream.write_all(&request("GET", "/health", &[], b""));
+        let mut status = String::new();
+        let _ = std::io::BufRead::read_line(&mut BufReader::new(stream), &mut status);
+        assert!(status.is_empty() || status.contains(" 503 "), "{status}");
+    }
+    assert_eq!(server.exit_code(), Some(7));
 }

@@ -160,6 +160,11 @@ pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 #[cfg(feature = "cuda")]
 pub const DTYPES_OF_16_BITS: [DType; 2] = [DType::BF16, DType::F16];
 
+/// Returns cases that run on every machine. Each element of `cases` is the name of a case and its value.
+pub fn named_cases<T>(cases: impl IntoIterator<Item = (impl Into<String>, T)>) -> Vec<TestCase<T>> {
+    cases.into_iter().map(|(name, value)| TestCase { name: name.into(), need: None, value }).collect()
+}
+
 /// Returns a test case that needs a GPU.
 pub fn gpu_case<T>(name: String, value: T) -> TestCase<T> {
     TestCase { name, need: Some(Need::Gpu), value }

@@ -27,10 +27,11 @@ use inferno::weights::{
 use inferno::world::World;
 use tempfile::TempDir;
 
+use crate::harness::TestCase;
 use crate::ranks::{on_ranks, read_bytes};
 use crate::support::gguf::models::saved;
 use crate::support::gguf::writer::Writer;
-use crate::support::{Random, golden, gpu, gpu_if_expected};
+use crate::support::{Random, golden, gpu, gpu_if_expected, named_cases};
 
 /// An upload target in host memory that counts its live allocations.
 #[derive(Clone, Default)]
@@ -164,23 +165,37 @@ fn orders(names: &[String]) -> Vec<Vec<String>> {
     vec![names.to_vec(), reversed, far_apart, twice]
 }
 
-#[test]
-fn tensors_read_ahead_equal_those_of_the_file() {
+/// A golden model, and how a test reads it ahead.
+struct ReadAheadCase {
+    model: &'static str,
+    threads: usize,
+    /// The compute dtype.
+    dtype: DType,
+}
+
+fn read_ahead_cases() -> Vec<TestCase<ReadAheadCase>> {
+    let case = |model: &'static str| {
+        [(1, DType::F32), (3, DType::BF16), (8, DType::F16)].map(|(threads, dtype)| {
+            (format!("{model}::{threads}_threads::{}", dtype.as_str()), ReadAheadCase { model, threads, dtype })
+        })
+    };
+    named_cases(["gpt_oss", "llama3"].into_iter().flat_map(case))
+}
+
+#[test(each = read_ahead_cases)]
+fn tensors_read_ahead_equal_those_of_the_file(case: ReadAheadCase) {
+    let ReadAheadCase { model, threads, dtype } = case;
     let progress = LoadProgress::silent();
-    for case in ["gpt_oss", "llama3"] {
-        let checkpoint = Checkpoint::open(&golden(case)).unwrap();
-        for order in orders(&names(&checkpoint)) {
-            for (threads, dtype) in [(1, DType::F32), (3, DType::BF16), (8, DType::F16)] {
-                let (host, cpu) = (Host::default(), Device::Cpu);
-                let options = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
-                let reader = ReadAheadReader::start(host.clone(), checkpoint.read_requests(dtype), options).unwrap();
-                let weights =
-                    WeightsBuilder::new(&checkpoint, &cpu, dtype, &progress).read_ahead(reader).build().unwrap();
-                compare(&checkpoint, &weights, &order, dtype);
-                drop(weights);
-                assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
-            }
-        }
+    let checkpoint = Checkpoint::open(&golden(model)).unwrap();
+    for order in orders(&names(&checkpoint)) {
+        let host = Host::default();
+        let options = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
+        let reader = ReadAheadReader::start(host.clone(), checkpoint.read_requests(dtype), options).unwrap();
+        let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress);
+        let weights = weights.read_ahead(reader).build().unwrap();
+        compare(&checkpoint, &weights, &order, dtype);
+        drop(weights);
+        assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
     }
 }
 
@@ -281,15 +296,16 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
                 if has_part_reader { weights.read_parts(PartReader::new(Host::default(), options)) } else { weights };
             load(&weights.build().unwrap())
         });
-        assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks");
+        let case = format!("{ranks} ranks, with a part reader: {has_part_reader}");
+        assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{case}");
         let expected = on_ranks(ranks, |world| {
             let progress = LoadProgress::silent();
             let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
             load(&weights.world(world.clone()).share_reads(false).build().unwrap())
         });
         for (part, expected) in parts.iter().flatten().zip(expected.iter().flatten()) {
-            assert_eq!(part.dims(), expected.dims());
-            assert!(bits(part) == bits(expected), "{ranks} ranks");
+            assert_eq!(part.dims(), expected.dims(), "{case}");
+            assert!(bits(part) == bits(expected), "{case}");
         }
     }
 }
@@ -455,11 +471,11 @@ fn ranks_that_dequantize_rows_together_read_every_byte_once() {
                 let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress).world(world.clone());
                 bits(&weights.build().unwrap().at("model.embed_tokens").float("weight", &[rows, columns]).unwrap())
             });
-            assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks");
+            assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks, {dtype:?}");
             let mut expected = vec![0.0; rows * columns];
             GgmlType::Q8_0.dequantize(&blocks, &mut expected).unwrap();
             let expected = Tensor::from_vec(expected, (rows, columns), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-            assert!(floats.iter().all(|floats| *floats == bits(&expected)), "{ranks} ranks");
+            assert!(floats.iter().all(|floats| *floats == bits(&expected)), "{ranks} ranks, {dtype:?}");
         }
     }
 }
