@@ -108,6 +108,11 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
 
+    /// The prompt or an option of a request is invalid, or the model cannot use the prompt.
+    /// For example, the chat template rejects the conversation.
+    #[error("{0}")]
+    InvalidRequest(String),
+
     /// The prompt leaves no room for an answer: it has at least as many tokens as the context holds.
     #[error(
         "cannot use the prompt: it has {}, but the context holds only {context_tokens} for the prompt and the answer\n  {}",
@@ -188,6 +193,11 @@ impl Error {
         Self::Usage(problem.into()).into()
     }
 
+    /// Returns [`Error::InvalidRequest`] as an `anyhow::Error`.
+    pub fn invalid_request(problem: impl Into<String>) -> anyhow::Error {
+        Self::InvalidRequest(problem.into()).into()
+    }
+
     /// Returns [`Error::NoGpu`]. Its hint is `next`, followed by the command that runs the demo without a GPU.
     pub fn no_gpu(reason: impl Into<String>, next: &str) -> Self {
         let hint = format!("{next}\n  or run the demo model without a GPU: inferno play demo --device cpu");
@@ -197,7 +207,7 @@ impl Error {
     /// Returns the exit code of a process that ends with this error.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Error::Draining | Error::WaitedTooLong | Error::CompilerBusy { .. } => 1,
+            Error::InvalidRequest(_) | Error::Draining | Error::WaitedTooLong | Error::CompilerBusy { .. } => 1,
             Error::Usage(_) | Error::InvalidConstraint { .. } | Error::NotDeterministic { .. } => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,

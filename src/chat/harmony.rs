@@ -24,11 +24,12 @@
 //! - The template quotes tool results as JSON strings.
 //! - The template adds a blank line after the instructions.
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 
 use super::message::{Message, Role, ToolCall};
 use super::rendered::{RenderOptions, Rendered};
 use super::typescript::tools_section;
+use crate::error::Error;
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// The ids of harmony's control tokens in a model's vocabulary.
@@ -168,6 +169,11 @@ pub fn harmony_recipient(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }
 
+/// Returns the error for a tool call in a conversation if the vocabulary lacks a control token that calls need.
+fn missing(token: &str) -> anyhow::Error {
+    Error::invalid_request(format!("cannot render a tool call: the vocabulary has no {token}"))
+}
+
 /// Returns the author of a tool message: the function that produced it, in the form of [`harmony_recipient`].
 ///
 /// Uses the name in the message, or else the name in the earlier tool call that the message answers.
@@ -180,7 +186,10 @@ fn tool_author(earlier: &[Message], message: &Message) -> Result<String> {
     let answered = |call: &&&ToolCall| call.id.is_some() && call.id == message.tool_call_id;
     match calls.iter().rev().find(answered).or(calls.last()) {
         Some(call) => Ok(harmony_recipient(&call.name)),
-        None => bail!("cannot render a tool message: it has no name, and no earlier message calls a tool"),
+        None => {
+            let problem = "cannot render a tool message: it has no name, and no earlier message calls a tool";
+            Err(Error::invalid_request(problem))
+        }
     }
 }
 
@@ -240,7 +249,7 @@ impl HarmonyWriter<'_> {
         }
         if let Some(content_type) = header.content_type {
             self.plain(" ")?;
-            let id = self.tokens.constrain.context("cannot render a tool call: the vocabulary has no <|constrain|>")?;
+            let id = self.tokens.constrain.ok_or_else(|| missing("<|constrain|>"))?;
             self.control(id, "<|constrain|>");
             self.plain(content_type)?;
         }
@@ -265,7 +274,7 @@ impl HarmonyWriter<'_> {
             self.message(header.on("commentary"), &message.content, end)?;
         }
         for call in &message.tool_calls {
-            let call_end = self.tokens.call.context("cannot render a tool call: the vocabulary has no <|call|>")?;
+            let call_end = self.tokens.call.ok_or_else(|| missing("<|call|>"))?;
             let recipient = harmony_recipient(&call.name);
             let header = MessageHeader { content_type: Some("json"), ..header.to(&recipient).on("commentary") };
             self.message(header, &call.arguments, call_end)?;

@@ -11,9 +11,10 @@
 
 use std::collections::HashMap;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use super::rendered::Rendered;
+use crate::error::Error;
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// The Unicode characters that can serve as the mark: noncharacters, which are reserved for internal use.
@@ -32,7 +33,9 @@ impl<'t> Marker<'t> {
     pub fn new<'s>(tokenizer: &'t Tokenizer, texts: impl Iterator<Item = &'s str> + Clone) -> Result<Self> {
         let unused = |mark: &char| !texts.clone().any(|text| text.contains(*mark));
         let Some(mark) = MARKS.into_iter().find(unused) else {
-            bail!("cannot render the conversation: its text has every Unicode noncharacter from U+FDD0 to U+FDEF");
+            let problem =
+                "cannot render the conversation: its text has every Unicode noncharacter from U+FDD0 to U+FDEF";
+            return Err(Error::invalid_request(problem));
         };
         let mut first_bytes = [false; 256];
         for byte in tokenizer.controls().filter_map(|(control, _)| control.bytes().next()) {

@@ -23,6 +23,7 @@ use super::message::{Message, ReasoningEffort};
 use super::rendered::{RenderOptions, Rendered};
 use super::template_dialect::{ArgumentForm, TemplateDialect, map_strings};
 use super::template_functions;
+use crate::error;
 use crate::files;
 use crate::tokenizer::Tokenizer;
 
@@ -130,10 +131,15 @@ impl Template {
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
             Err(error) if has_calls && error.is::<TemplateFailed>() => {
-                self.run(&input, &marker, ArgumentForm::Strings).map_err(|_| error)?
+                self.run(&input, &marker, ArgumentForm::Strings).map_err(|_| error)
             }
-            result => result?,
+            result => result,
         };
+        // The request supplies the values that the template reads, so a run-time error is an error of the request.
+        let text = text.map_err(|error| match error.downcast() {
+            Ok(TemplateFailed(problem)) => error::Error::invalid_request(problem),
+            Err(error) => error,
+        })?;
         marker.encode(text)
     }
 
@@ -189,12 +195,14 @@ impl JinjaTemplate {
         let template = environment.get_template(NAME)?;
         if let Err(error) = template.render_captured_to(context, &mut out) {
             return Err(match template_functions::raised(&error) {
-                Some(message) => {
-                    anyhow!("cannot render the conversation: the chat template ({}) rejects it: {message}", self.file)
-                }
-                None if error.kind() == ErrorKind::OutOfFuel => {
-                    anyhow!("{} (stopped after {FUEL} steps)", explain(&self.file, &error))
-                }
+                Some(message) => error::Error::invalid_request(format!(
+                    "cannot render the conversation: the chat template ({}) rejects it: {message}",
+                    self.file
+                )),
+                None if error.kind() == ErrorKind::OutOfFuel => error::Error::invalid_request(format!(
+                    "{} (stopped after {FUEL} steps)",
+                    explain(&self.file, &error)
+                )),
                 None => TemplateFailed(explain(&self.file, &error)).into(),
             });
         }

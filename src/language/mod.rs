@@ -9,10 +9,11 @@ mod stop_ids;
 
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use serde_json::Value;
 
 use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
+use crate::error::Error;
 use crate::snapshot;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
@@ -100,7 +101,10 @@ impl Language {
     pub fn chat_format(&self) -> Result<&ChatFormat> {
         match &self.chat {
             Some(chat) => Ok(chat),
-            None => bail!("cannot chat with this model: it has no chat format and only continues text"),
+            None => {
+                let problem = "cannot chat with this model: it has no chat format and only continues text";
+                Err(Error::invalid_request(problem))
+            }
         }
     }
 }

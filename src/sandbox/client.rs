@@ -16,6 +16,7 @@ use nix::sys::signal::Signal;
 use super::limits::Budget;
 use super::protocol::{self, Frame, Loaded, LoadedChat, SandboxRequest, SandboxResponse};
 use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
+use crate::error::Error;
 use crate::language::Language;
 use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 
@@ -55,6 +56,7 @@ impl Sandbox {
         drop(slot);
         match response.header {
             SandboxResponse::Failed(message) => bail!(message),
+            SandboxResponse::Invalid(message) => Err(Error::invalid_request(message)),
             _ => Ok(response),
         }
     }

@@ -54,6 +54,8 @@ pub enum SandboxResponse {
     Rendered(String),
     /// The error message of a failed request. The sandbox process can still serve further requests.
     Failed(String),
+    /// The error message of a request that failed with [`Error::InvalidRequest`](crate::error::Error::InvalidRequest).
+    Invalid(String),
 }
 
 /// The tokenizer, chat format, sampling defaults and stop tokens of a model.

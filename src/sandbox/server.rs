@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 
 use super::limits::{self, Budget};
 use super::protocol::{self, Frame, Loaded, LoadedChat, SandboxRequest, SandboxResponse};
+use crate::error::Error;
 use crate::language::Language;
 use crate::text::error_message;
 
@@ -31,7 +32,7 @@ fn serve() -> Result<()> {
     let mut language = None;
     while let Some(request) = protocol::read::<SandboxRequest>(&mut input)? {
         Budget::of(&request.header, &request.body).enforce()?;
-        let failed = |error| Frame { header: SandboxResponse::Failed(error_message(&error)), body: Vec::new() };
+        let failed = |error| Frame { header: failure(&error), body: Vec::new() };
         let response = answer(request, &mut language).unwrap_or_else(failed);
         protocol::write(&mut output, &response.header, &response.body)?;
     }
@@ -67,6 +68,13 @@ fn answer(request: Frame<SandboxRequest>, language: &mut Option<Language>) -> Re
             let body = protocol::ids_to_bytes(&rendered.ids);
             Ok(Frame { header: SandboxResponse::Rendered(rendered.text), body })
         }
+    }
+}
+
+fn failure(error: &anyhow::Error) -> SandboxResponse {
+    match error.downcast_ref() {
+        Some(Error::InvalidRequest(_)) => SandboxResponse::Invalid(error_message(error)),
+        _ => SandboxResponse::Failed(error_message(error)),
     }
 }
 

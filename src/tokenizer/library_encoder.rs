@@ -2,11 +2,12 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, anyhow};
 
 use super::encode::{ControlTokens, Encode};
 use super::guard::guarded;
 use super::table::ControlToken;
+use crate::error::Error;
 use crate::text::quote;
 
 /// A Unicode noncharacter, which no vocabulary contains.
@@ -59,7 +60,9 @@ impl LibraryEncoder {
         // Halve the text until no half contains a complete control token.
         let middle = text.char_indices().map(|(at, _)| at).nth(text.chars().count() / 2).unwrap_or(0);
         if middle == 0 {
-            bail!("cannot encode {} as text: this tokenizer turns it into a control token", quote(text));
+            let problem =
+                format!("cannot encode {} as text: this tokenizer turns it into a control token", quote(text));
+            return Err(Error::invalid_request(problem));
         }
         let (left, right) = text.split_at(middle);
         self.encode_text(left, ids)?;

@@ -90,8 +90,9 @@ impl EngineHandle {
     /// [`GenerateOptions::cache_salt`] restricts which blocks are reused.
     ///
     /// Fails if
-    /// - the prompt is empty, or a token id or an option is out of range
+    /// - the prompt is empty, or a token id or an option is out of range ([`Error::InvalidRequest`])
     /// - the prompt is a conversation, and the model has no chat format or the format cannot render the conversation
+    ///   ([`Error::InvalidRequest`])
     /// - the prompt leaves no room for an answer ([`Error::ContextFull`] or [`Error::PromptTooLong`])
     /// - the constraint is invalid, not supported or too expensive ([`Error::InvalidConstraint`])
     /// - the machine is too busy to compile the constraint in time ([`Error::CompilerBusy`])

@@ -1,6 +1,6 @@
 //! Checks requests before the engine receives them.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use super::EngineHandle;
 use crate::engine::requests::GenerateOptions;
@@ -24,11 +24,13 @@ impl EngineHandle {
     pub(super) fn check_request(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
         self.check_options(options)?;
         if ids.is_empty() {
-            bail!("cannot generate text: the prompt is empty");
+            return Err(Error::invalid_request("cannot generate text: the prompt is empty"));
         }
         let vocab_size = self.info().vocab_size;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
-            bail!("cannot generate text: token id {id} is outside the model's vocabulary of {vocab_size} tokens");
+            return Err(Error::invalid_request(format!(
+                "cannot generate text: token id {id} is outside the model's vocabulary of {vocab_size} tokens"
+            )));
         }
         let (prompt_tokens, context_tokens) = (ids.len(), self.context());
         if prompt_tokens >= context_tokens {
@@ -39,18 +41,22 @@ impl EngineHandle {
     }
 
     fn check_options(&self, options: &GenerateOptions) -> Result<()> {
-        options.sampling.validate().map_err(anyhow::Error::msg)?;
+        options.sampling.validate().map_err(Error::invalid_request)?;
         let vocab_size = self.info().vocab_size;
         let ids = options.logit_bias.keys().chain(&options.stop_token_ids);
         if let Some(id) = ids.copied().find(|&id| id as usize >= vocab_size) {
-            bail!("token id {id} in the options is outside the model's vocabulary of {vocab_size} tokens");
+            return Err(Error::invalid_request(format!(
+                "token id {id} in the options is outside the model's vocabulary of {vocab_size} tokens"
+            )));
         }
         if let Some((id, bias)) = options.logit_bias.iter().find(|(_, bias)| !(-100.0..=100.0).contains(*bias)) {
-            bail!("the logit bias of token id {id} is {bias}: expected a number from -100 to 100");
+            let problem = format!("the logit bias of token id {id} is {bias}: expected a number from -100 to 100");
+            return Err(Error::invalid_request(problem));
         }
         for (name, count) in [("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)] {
             if let Some(count) = count.filter(|&count| count > MAX_LOGPROBS) {
-                bail!("{name} is {count}: expected a number from 0 to {MAX_LOGPROBS}");
+                let problem = format!("{name} is {count}: expected a number from 0 to {MAX_LOGPROBS}");
+                return Err(Error::invalid_request(problem));
             }
         }
         Ok(())
@@ -84,7 +90,7 @@ impl EngineHandle {
     /// Fails if `n` is not between 1 and [`MAX_ANSWERS`].
     pub(super) fn check_answer_count(n: usize) -> Result<()> {
         if !(1..=MAX_ANSWERS).contains(&n) {
-            bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");
+            return Err(Error::invalid_request(format!("n is {n}: expected a number from 1 to {MAX_ANSWERS}")));
         }
         Ok(())
     }

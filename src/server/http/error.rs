@@ -150,39 +150,38 @@ impl ApiError {
 
     /// Converts an error that occurred before generation, for example in tokenizing the prompt
     /// or in [submitting](crate::EngineHandle::submit) the request.
-    /// An error without a specific HTTP status becomes a 400 error.
-    pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
-        Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
-    }
-
-    /// Converts an error of a [`RequestStream`](crate::RequestStream), or of submitting to a stopped or stuck engine.
+    /// `prompt_field` is the request field that contains the prompt.
+    ///
     /// An error without a specific HTTP status becomes a 500 error.
-    pub fn from_stream(error: &anyhow::Error) -> Self {
-        Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))
-    }
-
-    fn from_engine(error: &anyhow::Error, param: &'static str) -> Option<Self> {
-        let too_long = |message| Self::too_long(param, message);
-        match error.downcast_ref()? {
-            Error::ContextFull { prompt_tokens, context_tokens, .. } => Some(too_long(format!(
-                "the prompt has {}, but the maximum context length is {}: shorten the prompt to at most {}",
-                counted(*prompt_tokens, "token"),
-                counted(*context_tokens, "token"),
-                counted(context_tokens - 1, "token")
-            ))),
-            Error::PromptTooLong { prompt_bytes, context_tokens } => Some(too_long(format!(
-                "the prompt has {prompt_bytes} bytes of text, but the maximum context length is {}: \
-                 shorten the prompt",
-                counted(*context_tokens, "token")
-            ))),
-            Error::InvalidConstraint { name, reason } => Some(Self::invalid(name, reason)),
-            Error::NotDeterministic { reason } => Some(Self::invalid("deterministic", reason)),
-            Error::CompilerBusy { wait_s } => Some(Self::unavailable(
-                format!("cannot compile the grammars of the request within {wait_s} s: the server is busy"),
-                RETRY_SOON,
-            )),
-            Error::Draining => Some(Self::shutting_down()),
-            _ => None,
+    pub fn from_submit(error: &anyhow::Error, prompt_field: &str) -> Self {
+        match error.downcast_ref() {
+            Some(Error::InvalidRequest(_)) => Self::bad_request(error_message(error)),
+            Some(Error::ContextFull { prompt_tokens, context_tokens, .. }) => {
+                let message = format!(
+                    "the prompt has {}, but the maximum context length is {}: shorten the prompt to at most {}",
+                    counted(*prompt_tokens, "token"),
+                    counted(*context_tokens, "token"),
+                    counted(context_tokens - 1, "token")
+                );
+                Self::too_long(prompt_field, message)
+            }
+            Some(Error::PromptTooLong { prompt_bytes, context_tokens }) => {
+                let message = format!(
+                    "the prompt has {prompt_bytes} bytes of text, but the maximum context length is {}: \
+                     shorten the prompt",
+                    counted(*context_tokens, "token")
+                );
+                Self::too_long(prompt_field, message)
+            }
+            Some(Error::InvalidConstraint { name, reason }) => Self::invalid(name, reason),
+            Some(Error::NotDeterministic { reason }) => Self::invalid("deterministic", reason),
+            Some(Error::CompilerBusy { wait_s }) => {
+                let message =
+                    format!("cannot compile the grammars of the request within {wait_s} s: the server is busy");
+                Self::unavailable(message, RETRY_SOON)
+            }
+            Some(Error::Draining) => Self::shutting_down(),
+            _ => Self::internal(error_message(error)),
         }
     }
 
@@ -235,6 +234,14 @@ impl IntoResponse for ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_errors_that_the_request_causes_blame_the_request() {
+        let status = |error: anyhow::Error| ApiError::from_submit(&error, "prompt").status;
+        let message = "cannot render the conversation";
+        assert_eq!(status(Error::invalid_request(message)), StatusCode::BAD_REQUEST);
+        assert_eq!(status(anyhow::anyhow!(message)), StatusCode::INTERNAL_SERVER_ERROR);
+    }
 
     #[test]
     fn all_keys_are_present_and_long_messages_are_cut() {

@@ -1,4 +1,5 @@
-//! Tests of requests with tools, to models whose chat template ignores the tools or lists them in the prompt.
+//! Tests of models with a chat template: requests with tools, which the template ignores or lists in the prompt, and
+//! requests that the template cannot render.
 
 use std::fs;
 
@@ -96,6 +97,22 @@ fn tools_that_the_template_does_not_read_are_named() {
     let tokens = server.post("/tokenize", &body);
     tokens.ok();
     assert_eq!(tokens.header("x-inferno-ignored"), Some("tools"));
+}
+
+/// A template that does not compile is no fault of the request, unlike a template that rejects the conversation or
+/// cannot process it.
+#[test]
+fn only_a_template_that_does_not_compile_is_an_internal_error() {
+    for (template, status) in [
+        ("{{ raise_exception('Only users may speak!') }}", 400),
+        ("{{ messages[0].content.name.first }}", 400),
+        ("{% if %}", 500),
+    ] {
+        let (_folder, server) = start(template, &[]);
+        let model = server.get("/v1/models").ok()["data"][0]["id"].clone();
+        let error = server.chat(json!({ "model": model })).error(status);
+        assert!(error["message"].as_str().unwrap().contains("chat_template.jinja"), "{template}: {error}");
+    }
 }
 
 #[test]
