@@ -107,10 +107,6 @@ impl Case {
         (0..count).map(|_| random.below(vocab) as u32).collect()
     }
 
-    fn is_16_bit(&self) -> bool {
-        self.dtype != DType::F32
-    }
-
     fn tolerance(&self) -> f32 {
         tolerance(self.model.name, self.dtype, self.device.is_cuda())
     }
