@@ -100,7 +100,7 @@ pub async fn count_tokens(State(server): State<Arc<ServerState>>, request: Reque
     reply::check_strict(&headers, &request.ignored)?;
     let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
     let rendered = worker.await.map_err(|panic| ApiError::panicked("count the tokens", &panic))?;
-    let rendered = rendered.map_err(|error| ApiError::from_submit(&error, "messages"))?;
+    let rendered = rendered.map_err(|error| ApiError::from_engine(&error, "messages"))?;
     Ok(reply::with_ignored(json_response(&TokenCount { input_tokens: rendered.ids.len() })?, &request.ignored))
 }
 

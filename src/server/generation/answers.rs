@@ -15,7 +15,6 @@ use crate::engine::{EngineHandle, ScoredPrompt, Summary};
 use crate::error::Error;
 use crate::server::http::error::ApiError;
 use crate::server::limits::Permit;
-use crate::text::error_message;
 
 /// The answers to one HTTP request. Dropping this value cancels the answers that have not ended.
 pub struct Answers {
@@ -152,8 +151,8 @@ impl Answers {
                 let wait = self.accounting.server.admission.wait_to_start(self.engine.stats().waiting as usize);
                 ApiError::overloaded("the request waited in the queue for too long", wait)
             }
-            Some(Error::Draining) => ApiError::shutting_down(),
-            _ => ApiError::internal(error_message(error)),
+            // The engine has accepted the prompt, so no error names the field of the prompt.
+            _ => ApiError::from_engine(error, "messages"),
         };
         self.failure = Some(api_error.message());
         Poll::Ready(Some(Err(api_error)))

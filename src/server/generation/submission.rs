@@ -54,7 +54,7 @@ pub async fn submit(
     let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
     let is_deterministic = asks || engine.info().is_deterministic;
     let streams = submit_to_engine(engine.clone(), requests, choices).await?;
-    let streams = streams.map_err(|error| ApiError::from_submit(&error, submission.prompt_field))?;
+    let streams = streams.map_err(|error| ApiError::from_engine(&error, submission.prompt_field))?;
     let choice = || {
         Choice::new()
             .with_parallel_calls(submission.can_call_in_parallel)

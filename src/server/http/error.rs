@@ -148,12 +148,11 @@ impl ApiError {
         Self::internal(format!("cannot {action}: an internal error occurred"))
     }
 
-    /// Converts an error that occurred before generation, for example in tokenizing the prompt
-    /// or in [submitting](crate::EngineHandle::submit) the request.
-    /// `prompt_field` is the request field that contains the prompt.
+    /// Converts an error of tokenizing a prompt, of [submitting](crate::EngineHandle::submit) a request, or of an
+    /// answer. `prompt_field` is the request field that contains the prompt.
     ///
     /// An error without a specific HTTP status becomes a 500 error.
-    pub fn from_submit(error: &anyhow::Error, prompt_field: &str) -> Self {
+    pub fn from_engine(error: &anyhow::Error, prompt_field: &str) -> Self {
         match error.downcast_ref() {
             Some(Error::InvalidRequest(_)) => Self::bad_request(error_message(error)),
             Some(Error::ContextFull { prompt_tokens, context_tokens, .. }) => {
@@ -237,7 +236,7 @@ mod tests {
 
     #[test]
     fn only_errors_that_the_request_causes_blame_the_request() {
-        let status = |error: anyhow::Error| ApiError::from_submit(&error, "prompt").status;
+        let status = |error: anyhow::Error| ApiError::from_engine(&error, "prompt").status;
         let message = "cannot render the conversation";
         assert_eq!(status(Error::invalid_request(message)), StatusCode::BAD_REQUEST);
         assert_eq!(status(anyhow::anyhow!(message)), StatusCode::INTERNAL_SERVER_ERROR);

@@ -79,7 +79,7 @@ pub async fn preview(
     let found = match worker.await {
         Ok(Ok(found)) => found,
         Ok(Err(error)) => {
-            let error = ApiError::from_submit(&error, "messages");
+            let error = ApiError::from_engine(&error, "messages");
             if error.code != Some("context_length_exceeded") {
                 return Err(error);
             }

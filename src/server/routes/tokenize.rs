@@ -47,7 +47,7 @@ pub async fn tokenize(State(server): State<Arc<ServerState>>, request: Request) 
         Ok(Tokens { count: tokens.len(), max_model_len, tokens, token_strs })
     });
     let tokens = worker.await.map_err(|panic| ApiError::panicked("tokenize", &panic))?;
-    let tokens = tokens.map_err(|error| ApiError::from_submit(&error, field))?;
+    let tokens = tokens.map_err(|error| ApiError::from_engine(&error, field))?;
     Ok(reply::with_ignored(json_response(&tokens)?, &ignored))
 }
 
@@ -96,6 +96,6 @@ pub async fn detokenize(State(server): State<Arc<ServerState>>, request: Request
     }
     let worker = tokio::task::spawn_blocking(move || engine.tokenizer().decode(&tokens));
     let prompt = worker.await.map_err(|panic| ApiError::panicked("detokenize", &panic))?;
-    let prompt = prompt.map_err(|error| ApiError::from_submit(&error, "tokens"))?;
+    let prompt = prompt.map_err(|error| ApiError::from_engine(&error, "tokens"))?;
     Ok(reply::with_ignored(json_response(&Text { prompt })?, &ignored))
 }

@@ -50,7 +50,7 @@ impl CompletionRequest {
             return Err(fields.invalid("prompt", limit));
         }
         let echoes = prompts.iter().map(|prompt| is_echo.then(|| text_of(prompt, engine)).transpose());
-        let echoes = echoes.collect::<anyhow::Result<_>>().map_err(|error| ApiError::from_submit(&error, "prompt"))?;
+        let echoes = echoes.collect::<anyhow::Result<_>>().map_err(|error| ApiError::from_engine(&error, "prompt"))?;
         let request = |prompt| Request { prompt, options: Some(options.clone()) };
         let requests = prompts.into_iter().map(request).collect();
         Ok(Self { requests, choices, echoes, has_logprobs, stream, ignored: fields.ignored() })

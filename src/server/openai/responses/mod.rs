@@ -108,7 +108,7 @@ pub async fn count_tokens(
     reply::check_strict(&headers, &request.ignored)?;
     let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
     let rendered = worker.await.map_err(|panic| ApiError::panicked("count the tokens", &panic))?;
-    let rendered = rendered.map_err(|error| ApiError::from_submit(&error, "input"))?;
+    let rendered = rendered.map_err(|error| ApiError::from_engine(&error, "input"))?;
     let tokens = InputTokens { object: "response.input_tokens", input_tokens: rendered.ids.len() };
     Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
 }
