@@ -47,18 +47,18 @@ struct TwoLevels {
 
 impl TwoLevels {
     /// Quantizes the values `x` to codes from 0 to `max_code`, in groups of `group` values.
-    /// `fit` returns the scale and the minimum of a group, which are quantized to integers from 0 to `levels`.
-    fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
-        let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
-        let largest = |part: fn(&(f32, f32)) -> f32| fits.iter().map(part).fold(0.0, f32::max);
-        let (max_scale, max_min) = (largest(|fit| fit.0), largest(|fit| fit.1));
+    /// The scales and the negated minimums that `fit` returns are quantized to integers from 0 to `levels`.
+    fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> Affine) -> Self {
+        let fits: Vec<Affine> = x.chunks_exact(group).map(fit).collect();
+        let largest = |number: fn(&Affine) -> f32| fits.iter().map(number).fold(0.0, f32::max);
+        let (max_scale, max_min) = (largest(|fit| fit.scale), largest(|fit| -fit.min));
         let code = |value: f32, max: f32| if max > 0.0 { nearest(levels / max * value, 0.0, levels) as u8 } else { 0 };
         let (d, dmin) = (f16::from_f32(max_scale / levels), f16::from_f32(max_min / levels));
         let (mut scales, mut mins, mut codes) = ([0; 16], [0; 16], [0; SUPER_BLOCK]);
-        for (index, ((x, codes), (scale, min))) in
+        for (index, ((x, codes), fit)) in
             x.chunks_exact(group).zip(codes.chunks_exact_mut(group)).zip(&fits).enumerate()
         {
-            (scales[index], mins[index]) = (code(*scale, max_scale), code(*min, max_min));
+            (scales[index], mins[index]) = (code(fit.scale, max_scale), code(-fit.min, max_min));
             let (scale, min) = (d.to_f32() * f32::from(scales[index]), dmin.to_f32() * f32::from(mins[index]));
             if scale == 0.0 {
                 continue;
@@ -71,12 +71,11 @@ impl TwoLevels {
     }
 
     /// Quantizes eight groups of 32 values, with 6-bit scales and minimums.
-    /// [`fit_affine`] explains `first` and `steps`.
-    fn with_groups_of_32(x: &[f32], max_code: f32, first: f32, steps: u8) -> Self {
+    fn with_groups_of_32(x: &[f32], max_code: f32, attempts: Attempts) -> Self {
         Self::new(x, 32, max_code, 63.0, |x| {
             let squares = x.iter().fold(0.0, |sum, x| sum + x * x);
             let mean = (squares / 32f32).sqrt();
-            fit_affine(x, |x| mean + x.abs(), max_code, (first, steps), |error| error * error)
+            fit_affine(x, |x| mean + x.abs(), max_code, attempts, |error| error * error)
         })
     }
 
@@ -97,12 +96,29 @@ impl TwoLevels {
     }
 }
 
-/// Fits `code * scale + min` to the values `x`. Returns `scale` and `-min`, which are both non-negative.
+/// The function `code * scale + min`, from which a group of values is dequantized.
+#[derive(Clone, Copy)]
+struct Affine {
+    /// At least 0.
+    scale: f32,
+    /// At most 0. A block stores the negated minimum.
+    min: f32,
+}
+
+/// The attempts of [`fit_affine`] after the first one: one for each step from 0 to `steps`.
+#[derive(Clone, Copy)]
+struct Attempts {
+    /// What the attempt of step 0 adds to the largest code. Each further step adds 0.1 more.
+    first: f32,
+    steps: u8,
+}
+
+/// Fits an affine function to the values `x`.
 /// Returns a scale of 0 if the values are all equal and not positive, or differ too little for a finite inverse scale.
 ///
 /// In the first attempt, `min` is the smallest value (or 0 if all values are positive), and `scale` is
 /// `(max - min) / max_code`, where `max` is the largest value.
-/// Another attempt follows for each `step` from 0 to `steps`:
+/// Another attempt follows for each `step` of `attempts`:
 /// 1. Compute codes with the best `min` so far and the scale `(max - min) / (max_code + first + 0.1 * step)`.
 /// 2. Compute the `scale` and the `min` that fit these codes best, by weighted least squares.
 ///
@@ -111,9 +127,9 @@ fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
     max_code: f32,
-    (first, steps): (f32, u8),
+    Attempts { first, steps }: Attempts,
     cost: impl Fn(f32) -> f32,
-) -> (f32, f32) {
+) -> Affine {
     let mut weights = [0.0; 32];
     let (mut min, mut max, mut sum_w, mut sum_x) = (x[0], x[0], 0.0, 0.0);
     for (&x, w) in x.iter().zip(&mut weights) {
@@ -127,19 +143,19 @@ fn fit_affine(
     let code = |inverse: f32, min: f32, x: f32| nearest(inverse * (x - min), 0.0, max_code);
     let inverse = max_code / (max - min);
     if max == min || !inverse.is_finite() {
-        return (0.0, -min);
+        return Affine { scale: 0.0, min };
     }
     // Returns the weighted quantization error. The values are quantized with the inverse scale `inverse`
     // and the minimum `from`, and dequantized with `scale` and `min`.
-    let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
+    let error = |inverse: f32, from: f32, Affine { scale, min }: Affine| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)
     };
-    let mut best = (1.0 / inverse, min);
+    let mut best = Affine { scale: 1.0 / inverse, min };
     let mut least = error(inverse, min, best);
     for step in 0..=steps {
         // As in ggml, each attempt starts from the best `min` of the earlier attempts.
-        let min = best.1;
+        let min = best.min;
         let inverse = (first + 0.1 * f32::from(step) + max_code) / (max - min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0, 0.0, 0.0);
         for (&x, w) in x.iter().zip(weights) {
@@ -152,17 +168,19 @@ fn fit_affine(
         if determinant <= 0.0 {
             continue;
         }
-        let mut found =
-            ((sum_w * sum_xl - sum_x * sum_l) / determinant, (sum_l2 * sum_x - sum_l * sum_xl) / determinant);
-        if found.1 > 0.0 {
-            found = (sum_xl / sum_l2, 0.0);
+        let mut found = Affine {
+            scale: (sum_w * sum_xl - sum_x * sum_l) / determinant,
+            min: (sum_l2 * sum_x - sum_l * sum_xl) / determinant,
+        };
+        if found.min > 0.0 {
+            found = Affine { scale: sum_xl / sum_l2, min: 0.0 };
         }
         let now = error(inverse, min, found);
         if now < least {
             (least, best) = (now, found);
         }
     }
-    (best.0, -best.1)
+    best
 }
 
 /// Packs 2-bit codes in runs of 128. Each byte holds one code from each quarter of a run.
@@ -175,7 +193,9 @@ fn pack_quarters(codes: &[u8], to: &mut [u8]) {
 }
 
 fn q2_k(x: &[f32], block: &mut [u8]) {
-    let found = TwoLevels::new(x, 16, 3.0, 15.0, |x| fit_affine(x, f32::abs, 3.0, (-0.5, 15), f32::abs));
+    let found = TwoLevels::new(x, 16, 3.0, 15.0, |x| {
+        fit_affine(x, f32::abs, 3.0, Attempts { first: -0.5, steps: 15 }, f32::abs)
+    });
     for (i, to) in block[..16].iter_mut().enumerate() {
         *to = found.scales[i] | found.mins[i] << 4;
     }
@@ -184,7 +204,7 @@ fn q2_k(x: &[f32], block: &mut [u8]) {
 }
 
 fn q4_k(x: &[f32], block: &mut [u8]) {
-    let found = TwoLevels::with_groups_of_32(x, 15.0, -1.0, 20);
+    let found = TwoLevels::with_groups_of_32(x, 15.0, Attempts { first: -1.0, steps: 20 });
     block[..4].copy_from_slice(&found.header());
     found.pack_scales(&mut block[4..16]);
     for (codes, to) in found.codes.chunks_exact(64).zip(block[16..144].chunks_exact_mut(32)) {
@@ -193,7 +213,7 @@ fn q4_k(x: &[f32], block: &mut [u8]) {
 }
 
 fn q5_k(x: &[f32], block: &mut [u8]) {
-    let found = TwoLevels::with_groups_of_32(x, 31.0, -0.5, 15);
+    let found = TwoLevels::with_groups_of_32(x, 31.0, Attempts { first: -0.5, steps: 15 });
     block[..4].copy_from_slice(&found.header());
     found.pack_scales(&mut block[4..16]);
     let (high, low) = block[16..176].split_at_mut(32);

@@ -106,24 +106,7 @@ impl<'c> ArchitectureKeys<'c> {
     /// Fails if RoPE factors are not finite or have the wrong length, or if the scaling type is not supported.
     pub fn rope_scaling(&self) -> Result<Option<Value>> {
         let rotated = self.size("rope.dimension_count")?.unwrap_or(self.head_dim()?);
-        let factors = |name: &str| -> Result<Option<Vec<f64>>> {
-            let Some(info) = self.file.info(name) else { return Ok(None) };
-            // Check the length of the RoPE factors before reading them, because the tensor may have any size.
-            if info.elements() as u64 != rotated / 2 || rotated > MAX_HEAD_DIM {
-                bail!(
-                    "tensor {name}: expected {} factors, one per pair of elements, found {} \
-                     (limit: {MAX_HEAD_DIM} elements)",
-                    rotated / 2,
-                    info.elements()
-                );
-            }
-            let values = self.file.values(name)?;
-            // Reject NaN and infinity, because JSON cannot express them.
-            if let Some(value) = values.iter().find(|value| !value.is_finite()) {
-                bail!("tensor {name}: expected finite factors, found {value}");
-            }
-            Ok(Some(values.into_iter().map(widen).collect()))
-        };
+        let factors = |name: &str| self.rope_factors(name, rotated);
         let original = self.size("rope.scaling.original_context_length")?;
         // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency.
         // LongRoPE also divides each frequency, so use these divisors as its short factors and as its long factors.
@@ -156,6 +139,27 @@ impl<'c> ArchitectureKeys<'c> {
                 bail!("metadata key {}: {} is not supported", self.key("rope.scaling.type"), quote(other))
             }
         })
+    }
+
+    /// Returns the RoPE factors in the tensor `name`, or `None` if the file has no such tensor.
+    /// `rotated` is the number of rotated elements per head. Fails unless there is one finite factor for each pair.
+    fn rope_factors(&self, name: &str, rotated: u64) -> Result<Option<Vec<f64>>> {
+        let Some(info) = self.file.info(name) else { return Ok(None) };
+        // Check the length of the RoPE factors before reading them, because the tensor may have any size.
+        if info.elements() as u64 != rotated / 2 || rotated > MAX_HEAD_DIM {
+            bail!(
+                "tensor {name}: expected {} factors, one per pair of elements, found {} \
+                 (limit: {MAX_HEAD_DIM} elements)",
+                rotated / 2,
+                info.elements()
+            );
+        }
+        let values = self.file.values(name)?;
+        // Reject NaN and infinity, because JSON cannot express them.
+        if let Some(value) = values.iter().find(|value| !value.is_finite()) {
+            bail!("tensor {name}: expected finite factors, found {value}");
+        }
+        Ok(Some(values.into_iter().map(widen).collect()))
     }
 }
 

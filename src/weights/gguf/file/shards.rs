@@ -1,4 +1,4 @@
-//! Models that are split into several GGUF files (shards), such as `name-00001-of-00003.gguf`.
+//! Models whose tensors are in several GGUF files (shards), such as `name-00001-of-00003.gguf`.
 //!
 //! Each shard stores its number, counted from 0, in `split.no`, and the number of shards in `split.count`.
 //! It can also store the total number of tensors in all shards, in `split.tensors.count`.
@@ -14,18 +14,20 @@ use crate::text::{counted, size};
 use crate::weights::gguf::limits::{MAX_TOTAL_HEADER_BYTES, MAX_TOTAL_TENSORS};
 
 /// Opens all shards of a sharded model, given the path of any shard. Returns the shards in order.
-/// A model that is not split has a single shard.
+/// An unsharded model has a single shard.
 /// Fails if a shard is missing, has the wrong name or belongs to another model.
 /// Also fails if the number of tensors differs from the metadata, or if the shards together exceed a limit.
 pub fn open_shards(path: &Path, opener: &dyn ShardOpener) -> Result<Vec<GgufShard>> {
-    let first = opener.open(path)?;
-    let split = ShardInfo::read(&first)?;
-    if split.count == 1 {
-        return Ok(vec![first]);
+    let given = opener.open(path)?;
+    let info = ShardInfo::read(&given)?;
+    if info.count == 1 {
+        return Ok(vec![given]);
     }
-    let name = shard_name(path, &split)?;
-    let (mut shards, mut head_bytes, mut found) = (Vec::new(), 0, 0);
-    let mut opened = Some(first);
+    let name = shard_name(path, &info)?;
+    let mut shards = Vec::new();
+    let mut head_bytes = 0;
+    let mut tensors = 0;
+    let mut given = Some(given);
     for number in 1..=name.count {
         let path = path.with_file_name(name.with_number(number));
         if !opener.exists(&path) {
@@ -35,11 +37,11 @@ pub fn open_shards(path: &Path, opener: &dyn ShardOpener) -> Result<Vec<GgufShar
                 path.display()
             );
         }
-        let shard = match opened.take_if(|_| number == split.number + 1) {
+        let shard = match given.take_if(|_| number == info.number + 1) {
             Some(shard) => shard,
             None => opener.open(&path)?,
         };
-        check_shard(&shard, &ShardInfo { number: number - 1, ..split })?;
+        check_shard(&shard, &ShardInfo { number: number - 1, ..info })?;
         head_bytes += shard.head.len() as u64;
         if head_bytes > MAX_TOTAL_HEADER_BYTES {
             bail!(
@@ -48,49 +50,50 @@ pub fn open_shards(path: &Path, opener: &dyn ShardOpener) -> Result<Vec<GgufShar
                 size(MAX_TOTAL_HEADER_BYTES)
             );
         }
-        found += shard.header.tensors.len();
-        if found > MAX_TOTAL_TENSORS {
+        tensors += shard.header.tensors.len();
+        if tensors > MAX_TOTAL_TENSORS {
             bail!("cannot open {}: its shards together hold more than {MAX_TOTAL_TENSORS} tensors", name.prefix);
         }
         shards.push(shard);
     }
-    if let Some(expected) = split.tensors.filter(|expected| *expected as usize != found) {
+    if let Some(expected) = info.tensors.filter(|expected| *expected as usize != tensors) {
         bail!(
             "the shards of {} hold {}, but their metadata says {expected}; are they shards of the same model?",
             name.prefix,
-            counted(found, "tensor")
+            counted(tensors, "tensor")
         );
     }
     Ok(shards)
 }
 
-/// Parses the file name of a shard. Fails if the name does not agree with `split`, the metadata in the file.
-fn shard_name<'p>(path: &'p Path, split: &ShardInfo) -> Result<ShardName<'p>> {
+/// Parses the file name of a shard. Fails if the name does not agree with `info`, the metadata in the file.
+fn shard_name<'p>(path: &'p Path, info: &ShardInfo) -> Result<ShardName<'p>> {
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let Some(name) = ShardName::parse(file) else {
         bail!(
             "cannot open {}: it is one of {} shards, but its name has no shard number such as -00001-of-00003.gguf",
             path.display(),
-            split.count
+            info.count
         );
     };
-    if (name.number, name.count) != (split.number + 1, split.count) {
+    if (name.number, name.count) != (info.number + 1, info.count) {
         bail!(
             "cannot open {}: its metadata says shard {} of {}; was the file renamed?",
             path.display(),
-            split.number + 1,
-            split.count
+            info.number + 1,
+            info.count
         );
     }
     Ok(name)
 }
 
-/// The split metadata of one shard.
+/// What the metadata of one shard says about the shards of its model.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct ShardInfo {
     /// The number of the shard, counted from 0.
     number: u32,
     count: u32,
+    /// The number of tensors in all shards. `None` if the metadata does not say it.
     tensors: Option<u32>,
 }
 
@@ -116,7 +119,7 @@ fn check_shard(shard: &GgufShard, expected: &ShardInfo) -> Result<()> {
     if found != *expected {
         let is_same_model = (found.count, found.tensors) == (expected.count, expected.tensors);
         let cause = if is_same_model { "has the wrong name" } else { "belongs to another model" };
-        let tensors = |split: &ShardInfo| split.tensors.map_or("unknown".into(), |tensors| tensors.to_string());
+        let tensors = |info: &ShardInfo| info.tensors.map_or("unknown".into(), |tensors| tensors.to_string());
         bail!(
             "{} {cause}: it is shard {} of {} (tensors: {}), expected shard {} of {} (tensors: {})",
             shard.path.display(),
