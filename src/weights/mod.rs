@@ -5,7 +5,7 @@
 //!
 //! - `checkpoint`: the tensors of a model under their Hugging Face names, from `safetensors` or `gguf` files
 //! - `safetensors/`, `gguf/`: the two file formats
-//! - `ggml/`, `compressed`: the quantized formats of GGUF and of compressed-tensors
+//! - `ggml/`, `compressed/`: the quantized formats of GGUF and of compressed-tensors
 //! - `tensor_info`, `tensor_kind`: the dtype, the shape and the kind of a tensor
 //! - `tensor_table`: what a model does with each tensor, as its family declares
 //! - `inventory/`: the tensors of a checkpoint, their sizes in the files and in memory, and how ranks divide them

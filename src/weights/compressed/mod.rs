@@ -10,22 +10,27 @@
 //! `weight_packed` is an I32 tensor of shape `[out, in / 4]`.
 //! Each 32-bit word holds four int8 codes, each stored as code + 128. The first code is in the lowest byte.
 //!
+//! - `scheme`: the quantization scheme of a layer
+//! - `section`: the section `quantization_config` as JSON, and the scheme that each of its groups describes
+//!
 //! Source: vllm-project/compressed-tensors 0.20:
 //! - `quantization/quant_config.py`
 //! - `quantization/quant_args.py`
 //! - `quantization/lifecycle/apply.py`
 //! - `utils/match.py`
 
+mod scheme;
+mod section;
+
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use regex::{Regex, RegexBuilder};
-use serde::Deserialize;
-use serde_json::{Map, Value};
+pub use scheme::{Activations, CodeType, Scheme, WeightScales};
+use section::{ConfigGroup, QuantizationConfig, from_json, is_set, unsupported};
+use serde_json::Value;
 
-use crate::error::Error;
-use crate::kernels::quantized;
-use crate::text::{excerpt, library_error, quote};
+use crate::text::{excerpt, quote};
 
 /// The prefix of a target that is a regular expression.
 const PATTERN: &str = "re:";
@@ -48,57 +53,6 @@ pub struct CompressedConfig {
     ignore: Vec<Target>,
 }
 
-/// The quantization scheme of a linear layer. Quantization is always symmetric: value = code · scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Scheme {
-    pub code_type: CodeType,
-    pub weight_scales: WeightScales,
-    pub activations: Activations,
-    /// Whether four 8-bit codes are packed into each 32-bit word.
-    pub is_packed: bool,
-}
-
-/// The type of the quantized values (codes).
-/// A code is the value divided by the scale, rounded half to even, and clamped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CodeType {
-    /// Codes from -128 to 127. A per-token scale is the token's largest magnitude divided by 127.5, so -128 can occur.
-    /// A value that is 127.5 times the scale rounds to 128 and is clamped to 127.
-    Int8,
-    /// E4M3 codes with magnitudes up to 448 and no infinities.
-    /// A per-token scale is the token's largest magnitude divided by 448.
-    Fp8,
-}
-
-impl CodeType {
-    /// Returns the format of the loaded weight matrix.
-    pub fn weight_format(self) -> quantized::WeightFormat {
-        match self {
-            Self::Int8 => quantized::WeightFormat::Int8,
-            Self::Fp8 => quantized::WeightFormat::Fp8,
-        }
-    }
-}
-
-/// The granularity of the weight scales.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightScales {
-    PerTensor,
-    /// One scale per row of the matrix `[out, in]`.
-    PerChannel,
-}
-
-/// The quantization of a linear layer's input. Input codes have the same [`CodeType`] as weight codes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activations {
-    /// Only the weights of the layer are quantized.
-    Unquantized,
-    /// Each token has its own input scale, computed at run time and at least the smallest positive normal f32.
-    PerToken,
-    /// All tokens use the `input_scale` of the layer in the checkpoint.
-    Static,
-}
-
 /// Selects linear layers: a layer name, a layer class, or `re:` and a regex that must match at the start of the name.
 #[derive(Debug)]
 struct Target {
@@ -106,63 +60,10 @@ struct Target {
     pattern: Option<Regex>,
 }
 
-/// The `quantization_config` section of config.json.
-#[derive(Deserialize)]
-struct QuantizationConfig {
-    #[serde(default)]
-    format: Option<String>,
-    config_groups: Map<String, Value>,
-    #[serde(default)]
-    ignore: Option<Vec<String>>,
-}
-
-/// One entry of `config_groups` in `quantization_config`.
-#[derive(Deserialize)]
-struct ConfigGroup {
-    targets: Vec<String>,
-    #[serde(default)]
-    format: Option<String>,
-    #[serde(default)]
-    weights: Option<QuantizationArgs>,
-    #[serde(default)]
-    input_activations: Option<QuantizationArgs>,
-    #[serde(default)]
-    output_activations: Value,
-}
-
-/// The quantization arguments of weights or inputs. `observer` is ignored, because it matters only during calibration.
-#[derive(Deserialize)]
-struct QuantizationArgs {
-    /// The number of bits per value. Some tools write an object with one number per layer, which is not supported.
-    #[serde(default = "eight")]
-    num_bits: Value,
-    #[serde(default, rename = "type")]
-    kind: Option<String>,
-    #[serde(default)]
-    symmetric: Option<bool>,
-    #[serde(default)]
-    strategy: Option<String>,
-    #[serde(default)]
-    group_size: Option<i64>,
-    /// Whether scales are computed at run time. `null` counts as false, and `"local"` is not supported.
-    #[serde(default)]
-    dynamic: Value,
-    #[serde(default)]
-    block_structure: Value,
-    #[serde(default)]
-    actorder: Value,
-    #[serde(default)]
-    scale_dtype: Value,
-}
-
-fn eight() -> Value {
-    8.into()
-}
-
 impl CompressedConfig {
     /// Reads `quantization_config` from config.json.
     /// Returns `None` for a model that is unquantized or uses MXFP4.
-    /// Fails with [`Error::UnsupportedQuantization`] if the quantization is not supported,
+    /// Fails with [`UnsupportedQuantization`](crate::error::Error::UnsupportedQuantization) if it is not supported,
     /// and with another error if the section has an invalid structure.
     pub fn read(config: &Value) -> Result<Option<Self>> {
         // Older files name the section `compression_config`.
@@ -265,113 +166,6 @@ impl Target {
     fn is_linear_class(&self) -> bool {
         self.text == "Linear" || self.text == "Module"
     }
-}
-
-impl ConfigGroup {
-    /// Returns the quantization scheme of the group, or `None` if the group leaves its layers unquantized.
-    fn scheme(&self, path: &str, format: Option<&str>) -> Result<Option<Scheme>> {
-        if is_set(&self.output_activations) {
-            return unsupported(format!("output_activations in {path}"));
-        }
-        let Some(weights) = &self.weights else {
-            return match self.input_activations {
-                Some(_) => unsupported(format!("input-only quantization in {path}")),
-                None => Ok(None),
-            };
-        };
-        let is_packed = match self.format.as_deref().or(format) {
-            Some("int-quantized" | "float-quantized" | "naive-quantized") => false,
-            Some("pack-quantized") => true,
-            Some(other) => return unsupported(format!("compressed-tensors format {}", quote(other))),
-            None => return unsupported("a compressed-tensors quantization_config without a format"),
-        };
-        let group_path = path;
-        let path = &format!("{group_path}.weights");
-        let code_type = weights.code_type(path)?;
-        if is_packed && code_type != CodeType::Int8 {
-            return unsupported(format!("a packed 'float' type in {path}"));
-        }
-        let weight_scales = match (weights.strategy(), weights.is_dynamic(path)?) {
-            ("tensor", false) => WeightScales::PerTensor,
-            ("channel", false) => WeightScales::PerChannel,
-            (_, true) => return unsupported(format!("dynamic=true in {path}")),
-            (other, false) => return unsupported(format!("strategy={} in {path}", quote(other))),
-        };
-        let path = &format!("{group_path}.input_activations");
-        let activations = match &self.input_activations {
-            None => Activations::Unquantized,
-            Some(inputs) if inputs.code_type(path)? != code_type => {
-                return unsupported(format!("{path} with a different type than the weights"));
-            }
-            Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
-            Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
-                ("token", true) => Activations::PerToken,
-                // With one scale for all tokens of a step, a token's result would depend on the step's other tokens.
-                ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
-                ("tensor", false) => Activations::Static,
-                ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),
-                (other, _) => return unsupported(format!("strategy={} in {path}", quote(other))),
-            },
-        };
-        Ok(Some(Scheme { code_type, weight_scales, activations, is_packed }))
-    }
-}
-
-impl QuantizationArgs {
-    fn code_type(&self, path: &str) -> Result<CodeType> {
-        if self.num_bits.is_object() {
-            return unsupported(format!("per-layer num_bits in {path}"));
-        }
-        if self.num_bits != 8 {
-            return unsupported(format!("num_bits={} in {path}", excerpt(&self.num_bits.to_string())));
-        }
-        if self.symmetric == Some(false) {
-            return unsupported(format!("symmetric=false in {path}"));
-        }
-        for (field, value) in [("actorder", &self.actorder), ("block_structure", &self.block_structure)] {
-            if is_set(value) {
-                return unsupported(format!("{field}={} in {path}", excerpt(&value.to_string())));
-            }
-        }
-        if let Some(size) = self.group_size.filter(|&size| size != -1) {
-            return unsupported(format!("group_size={size} in {path}"));
-        }
-        match self.kind.as_deref().unwrap_or("int").to_lowercase().as_str() {
-            "int" => Ok(CodeType::Int8),
-            "float" => Ok(CodeType::Fp8),
-            other => unsupported(format!("type={} in {path}", quote(other))),
-        }
-    }
-
-    /// Returns the granularity of the scales. The default is `channel` if the group size is -1, and `tensor` otherwise.
-    fn strategy(&self) -> &str {
-        self.strategy.as_deref().unwrap_or(if self.group_size == Some(-1) { "channel" } else { "tensor" })
-    }
-
-    fn is_dynamic(&self, path: &str) -> Result<bool> {
-        match &self.dynamic {
-            Value::Null => Ok(false),
-            Value::Bool(dynamic) => Ok(*dynamic),
-            other => unsupported(format!("dynamic={} in {path}", excerpt(&other.to_string()))),
-        }
-    }
-}
-
-fn from_json<'j, T: Deserialize<'j>>(json: &'j Value) -> Result<T> {
-    T::deserialize(json).map_err(|error| anyhow!("{}", library_error(&error)))
-}
-
-/// Returns whether a JSON value counts as set. `null`, `false` and an empty object do not count.
-fn is_set(value: &Value) -> bool {
-    match value {
-        Value::Null | Value::Bool(false) => false,
-        Value::Object(fields) => !fields.is_empty(),
-        _ => true,
-    }
-}
-
-fn unsupported<T>(what: impl Into<String>) -> Result<T> {
-    Err(Error::UnsupportedQuantization { what: what.into() }.into())
 }
 
 #[cfg(test)]
