@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::block::{Caller, ContentBlock, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, MessageEventSink};
-use crate::server::generation::choice::AnswerPiece;
+use crate::server::generation::pieces::AnswerPiece;
 
 /// The content blocks of an answer so far. Only the last block can be incomplete.
 pub struct Content {

@@ -25,7 +25,7 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
             }
             _ => return Err(message.invalid("role", "expected user, assistant or system")),
         }
-        message.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(message);
     }
     match messages.last().map(|message| message.role) {
         Some(Role::Assistant) => {
@@ -46,10 +46,6 @@ fn blocks(message: &mut Fields) -> Result<Vec<Fields>, ApiError> {
     items.into_iter().enumerate().map(block).collect()
 }
 
-fn text(block: &mut Fields, name: &str) -> Result<String, ApiError> {
-    block.take_string(name)?.ok_or_else(|| block.invalid(name, "expected a string"))
-}
-
 fn unsupported(block: &Fields, kind: &str) -> ApiError {
     match kind {
         "" => block.invalid("type", "expected a type such as 'text'"),
@@ -63,21 +59,21 @@ fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), Ap
     for mut block in blocks(message)? {
         let kind = block.take_string("type")?.unwrap_or_default();
         match kind.as_str() {
-            "text" => content.get_or_insert_default().push_str(&text(&mut block, "text")?),
+            "text" => content.get_or_insert_default().push_str(&block.require_string("text")?),
             "tool_result" => {
                 messages.extend(content.take().map(Message::user));
                 messages.push(read_result(&mut block)?);
             }
             _ => return Err(unsupported(&block, &kind)),
         }
-        block.ignored().into_iter().for_each(|field| message.ignore(field));
+        message.ignore_rest(block);
     }
     messages.extend(content.map(Message::user));
     Ok(())
 }
 
 fn read_result(block: &mut Fields) -> Result<Message, ApiError> {
-    let id = text(block, "tool_use_id")?;
+    let id = block.require_string("tool_use_id")?;
     let result = read_content(block, "content")?.unwrap_or_default();
     // Chat formats have no flag for failed tool calls, so the text of the tool result reports the failure.
     let result = match block.take_bool("is_error")? {
@@ -92,9 +88,9 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
     for mut block in blocks(message)? {
         let kind = block.take_string("type")?.unwrap_or_default();
         match kind.as_str() {
-            "text" => answer.content.push_str(&text(&mut block, "text")?),
+            "text" => answer.content.push_str(&block.require_string("text")?),
             "thinking" => {
-                let thinking = text(&mut block, "thinking")?;
+                let thinking = block.require_string("thinking")?;
                 if !thinking.is_empty() {
                     answer.reasoning.get_or_insert_default().push_str(&thinking);
                 }
@@ -106,7 +102,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                 message.ignore_with_note("messages[].content[]", "redacted_thinking");
             }
             "tool_use" => {
-                let (id, name) = (text(&mut block, "id")?, text(&mut block, "name")?);
+                let (id, name) = (block.require_string("id")?, block.require_string("name")?);
                 let arguments = match block.take("input") {
                     Some(input @ Value::Object(_)) => input.to_string(),
                     _ => return Err(block.invalid("input", "expected an object")),
@@ -117,7 +113,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
             }
             _ => return Err(unsupported(&block, &kind)),
         }
-        block.ignored().into_iter().for_each(|field| message.ignore(field));
+        message.ignore_rest(block);
     }
     Ok(answer)
 }

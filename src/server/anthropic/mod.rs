@@ -20,10 +20,11 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::generation::choice::{AnswerUpdate, Finish};
 use super::generation::event_stream::{self, EventBuffer, EventWriter, NoEvents};
+use super::generation::pieces::{AnswerUpdate, Finish};
 use super::generation::reply;
 use super::generation::{self, Answers, Submission};
+use super::http::blocking::run_blocking;
 use super::http::body::{json_response, read_json};
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
@@ -44,20 +45,14 @@ pub async fn create(
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
-    let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     let max_tokens = request::read_max_tokens(&mut fields)?;
     let mut request = MessagesRequest::read(fields, &server, &engine)?;
     request.options.max_tokens = Some(max_tokens);
-    reply::check_strict(&headers, &request.ignored)?;
+    let chat = engine::Request::chat(request.messages).render(request.render).options(request.options);
     let submission = Submission {
-        requests: vec![engine::Request::chat(request.messages).render(request.render).options(request.options)],
-        choices: 1,
         can_call_in_parallel: request.can_call_in_parallel,
-        must_call_named: false,
-        keeps_all_tokens: false,
-        is_stream: request.is_stream,
-        prompt_field: "messages",
+        ..Submission::new(chat, request.is_stream, "messages")
     };
     let mut answers = generation::submit(&server, log.clone(), submission).await?;
     let mut builder = MessageBuilder {
@@ -94,13 +89,10 @@ struct TokenCount {
 /// Handles `POST /v1/messages/count_tokens`: counts the tokens of a prompt.
 pub async fn count_tokens(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
-    let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let request = MessagesRequest::read(fields, &server, &engine)?;
-    reply::check_strict(&headers, &request.ignored)?;
-    let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
-    let rendered = worker.await.map_err(|panic| ApiError::panicked("count the tokens", &panic))?;
-    let rendered = rendered.map_err(|error| ApiError::from_engine(&error, "messages"))?;
+    let render = move || engine.render(&request.messages, &request.render);
+    let rendered = run_blocking("count the tokens", "messages", render).await?;
     Ok(reply::with_ignored(json_response(&TokenCount { input_tokens: rendered.ids.len() })?, &request.ignored))
 }
 

@@ -80,7 +80,7 @@ impl MessagesRequest {
             add_generation_prompt: true,
             template_variables: serde_json::Map::new(),
         };
-        let ignored = fields.ignored();
+        let ignored = fields.finish()?;
         Ok(Self { messages, render, options, shows_thinking, can_call_in_parallel, is_stream, ignored })
     }
 }
@@ -104,7 +104,7 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
         let schema = tool.take("input_schema").filter(Value::is_object);
         let schema = schema.ok_or_else(|| tool.invalid("input_schema", "expected a JSON schema that is an object"))?;
         check_function(&mut tool)?;
-        tool.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(tool);
         let mut function = json!({ "name": item["name"] });
         for key in ["description", "strict"] {
             if !item[key].is_null() {
@@ -124,7 +124,7 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
             (Some("tool"), Some(name)) => ToolChoice::Named(name),
             _ => return Err(nested.invalid("type", "expected auto, any or none without a name, or tool with a name")),
         };
-        nested.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(nested);
     }
     Ok((Tools::new(fields, engine, functions, choice)?, can_call_in_parallel))
 }
@@ -141,7 +141,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         Some("omitted") => false,
         Some(_) => return Err(thinking.invalid("display", "expected summarized or omitted")),
     };
-    thinking.ignored().into_iter().for_each(|field| fields.ignore(field));
+    fields.ignore_rest(thinking);
     let effort = budget.map(|budget| {
         if budget <= LOW_BUDGET {
             ReasoningEffort::Low
@@ -183,7 +183,7 @@ fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, O
         Some(_) => return Err(config.invalid("effort", "expected low, medium, high, xhigh or max")),
     };
     let format = read_output_format(&mut config)?;
-    config.ignored().into_iter().for_each(|field| fields.ignore(field));
+    fields.ignore_rest(config);
     Ok((effort, format))
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::answer_stream::AnswerStream;
-use super::choice::{AnswerUpdate, Finish};
+use super::pieces::{AnswerUpdate, Finish};
 use super::usage::Usage;
 use crate::engine::{Event, GenerationRecord, ModelInfo, RecordedRequest, Summary};
 use crate::server::http::log::{AnswerLog, RequestLog};
@@ -15,8 +15,7 @@ use crate::tokenizer::Tokenizer;
 pub struct Accounting {
     pub server: Arc<ServerState>,
     pub log: Arc<RequestLog>,
-    /// The number of answers to each prompt.
-    pub per_prompt: usize,
+    pub answers_per_prompt: usize,
     pub is_stream: bool,
     pub submitted: Instant,
 }
@@ -70,7 +69,7 @@ impl Accounting {
         let (mut prompt_tokens, mut cached_tokens, mut completion_tokens, mut reasoning_tokens) = (0, 0, 0, 0);
         for (index, answer) in answers.iter().enumerate() {
             let progress = answer.stream.progress();
-            if index % self.per_prompt == 0 {
+            if index % self.answers_per_prompt == 0 {
                 prompt_tokens += progress.prompt_tokens;
                 cached_tokens += progress.cached_tokens;
             }
@@ -93,7 +92,7 @@ impl Accounting {
         metrics.times.end_to_end.observe(self.elapsed().as_secs_f64());
         for (index, answer) in answers.iter().enumerate() {
             let progress = answer.stream.progress();
-            if index % self.per_prompt == 0 {
+            if index % self.answers_per_prompt == 0 {
                 metrics.count_prompt(progress.prompt_tokens, progress.cached_tokens);
             }
             metrics.sizes.generation_tokens.observe(progress.completion_tokens as f64);
@@ -111,7 +110,7 @@ impl Accounting {
         let finish = finish.filter(|_| has_ended && end.failure.is_none());
         let usage = self.usage(answers);
         self.log.set_answer(AnswerLog {
-            choices: answers.len(),
+            answer_count: answers.len(),
             prompt_tokens: usage.prompt_tokens,
             cached_tokens: usage.prompt_tokens_details.cached_tokens,
             completion_tokens: usage.completion_tokens,
@@ -123,15 +122,16 @@ impl Accounting {
 
     /// Adds a record of the request and its answers to the server's recorder, if the request is recorded.
     fn record(&self, answers: &mut [AnswerStream], end: GenerationEnd, model: &ModelInfo) {
+        let requests = answers.chunks_mut(self.answers_per_prompt).map(|answers| {
+            let request = answers.first()?.stream.record()?.clone();
+            let answers = answers.iter_mut().map(|answer| answer.take_record(end.finish_name(answer.finish))).collect();
+            Some(RecordedRequest { request: Arc::unwrap_or_clone(request), answers })
+        });
+        let Some(requests) = requests.collect::<Option<Vec<_>>>() else { return };
         let options = &self.server.options;
         let (id, name, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
         let mut record = GenerationRecord::new(id, name, revision, model);
-        record.requests.reserve_exact(answers.len() / self.per_prompt);
-        for answers in answers.chunks_mut(self.per_prompt) {
-            let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };
-            let answers = answers.iter_mut().map(|answer| answer.take_record(end.finish_name(answer.finish))).collect();
-            record.requests.push(RecordedRequest { request: Arc::unwrap_or_clone(request), answers });
-        }
+        record.requests = requests;
         record.error = end.failure;
         self.server.recorder.add(self.log.tenant(), record);
     }

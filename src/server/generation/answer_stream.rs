@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::choice::{AnswerUpdate, Choice, Finish};
+use super::pieces::{AnswerUpdate, Finish, PieceBuilder};
 use super::text_tokens::finite_logprob;
 use crate::engine::{Event, RecordedAnswer, RequestStream, Summary};
 use crate::tokenizer::Tokenizer;
@@ -16,13 +16,13 @@ pub struct AnswerStream {
     pub finish: Option<Finish>,
     /// The time at which the last token arrived.
     pub last_token: Option<Instant>,
-    choice: Choice,
+    pieces: PieceBuilder,
     recorded: RecordedAnswer,
 }
 
 impl AnswerStream {
-    pub fn new(stream: RequestStream, choice: Choice) -> Self {
-        Self { stream, summary: None, finish: None, last_token: None, choice, recorded: RecordedAnswer::default() }
+    pub fn new(stream: RequestStream, pieces: PieceBuilder) -> Self {
+        Self { stream, summary: None, finish: None, last_token: None, pieces, recorded: RecordedAnswer::default() }
     }
 
     /// Converts an event to an update of the answer, and adds the event to the record of the answer.
@@ -35,7 +35,7 @@ impl AnswerStream {
             Event::End { summary, .. } => Some(summary.clone()),
             Event::Token { .. } => None,
         };
-        let update = self.choice.push(event, self.stream.tool_calls(), self.stream.answer_bytes(), tokenizer);
+        let update = self.pieces.push(event, self.stream.tool_calls(), self.stream.answer_bytes(), tokenizer);
         if update.is_complete {
             self.stream.stop();
         }
@@ -61,6 +61,6 @@ impl AnswerStream {
 
     /// Returns the number of reasoning tokens so far.
     pub fn reasoning_tokens(&self) -> usize {
-        self.choice.reasoning_tokens()
+        self.pieces.reasoning_tokens()
     }
 }

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::accounting::{Accounting, GenerationEnd};
 use super::answer_stream::AnswerStream;
-use super::choice::AnswerUpdate;
+use super::pieces::AnswerUpdate;
 use super::usage::Usage;
 use crate::engine::{EngineHandle, ScoredPrompt, Summary};
 use crate::error::Error;

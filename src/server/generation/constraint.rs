@@ -19,12 +19,12 @@ pub fn read_response_format(fields: &mut Fields) -> Result<Option<Grammar>, ApiE
             let nested = format.take_object("json_schema")?;
             let mut nested = nested.ok_or_else(|| format.invalid("json_schema", "expected an object"))?;
             let grammar = read_schema(&mut nested)?;
-            nested.ignored().into_iter().for_each(|field| fields.ignore(field));
+            fields.ignore_rest(nested);
             Some(grammar)
         }
         _ => return Err(format.invalid("type", "expected text, json_object or json_schema")),
     };
-    format.ignored().into_iter().for_each(|field| fields.ignore(field));
+    fields.ignore_rest(format);
     Ok(grammar)
 }
 
@@ -37,7 +37,7 @@ pub fn read_text_format(text: &mut Fields, format: Value) -> Result<Option<Gramm
         Some("json_schema") => Some(read_schema(&mut format)?),
         _ => return Err(format.invalid("type", "expected text, json_object or json_schema")),
     };
-    format.ignored().into_iter().for_each(|field| text.ignore(field));
+    text.ignore_rest(format);
     Ok(grammar)
 }
 
@@ -48,7 +48,7 @@ pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiErr
         return Err(format.invalid("type", "expected json_schema"));
     }
     let grammar = read_schema(&mut format)?;
-    format.ignored().into_iter().for_each(|field| config.ignore(field));
+    config.ignore_rest(format);
     Ok(Some(grammar))
 }
 

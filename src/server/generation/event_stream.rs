@@ -15,7 +15,7 @@ use serde::Serialize;
 use tokio::time::{Instant, Sleep};
 
 use super::answers::Answers;
-use super::choice::AnswerUpdate;
+use super::pieces::AnswerUpdate;
 use crate::server::http::error::ApiError;
 
 /// The size of a full batch of events in bytes. A full batch is sent even if more events are ready.

@@ -14,7 +14,7 @@ use crate::server::ids;
 use crate::server::state::ServerState;
 
 /// The maximum number of answers to one prompt.
-pub const MAX_CHOICES: i64 = 8;
+const MAX_ANSWERS_PER_PROMPT: i64 = 8;
 
 /// The maximum number of stop strings in a request, and also the maximum number of stop tokens.
 pub const MAX_STOPS: usize = 16;
@@ -175,7 +175,7 @@ pub fn read_stream(fields: &mut Fields) -> Result<StreamOptions, ApiError> {
     }
     let has_usage = nested.take_bool("include_usage")?.unwrap_or(false);
     let has_continuous_usage = nested.take_bool("continuous_usage_stats")?.unwrap_or(false);
-    nested.ignored().into_iter().for_each(|field| fields.ignore(field));
+    fields.ignore_rest(nested);
     Ok(StreamOptions { is_stream, has_usage, has_continuous_usage: has_usage && has_continuous_usage })
 }
 
@@ -198,8 +198,8 @@ impl StreamOptions {
 }
 
 /// Reads `n`, the number of answers to each prompt. Also accepts `best_of` if it equals `n`.
-pub fn read_choices(fields: &mut Fields) -> Result<usize, ApiError> {
-    let n = fields.take_integer("n", 1..=MAX_CHOICES)?.unwrap_or(1);
+pub fn read_answers_per_prompt(fields: &mut Fields) -> Result<usize, ApiError> {
+    let n = fields.take_integer("n", 1..=MAX_ANSWERS_PER_PROMPT)?.unwrap_or(1);
     fields.refuse("best_of", &[json!(n)], "use 'n'")?;
     Ok(n as usize)
 }

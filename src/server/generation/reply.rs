@@ -9,16 +9,11 @@ use serde::Serialize;
 
 use super::answers::Answers;
 use crate::server::http::body::{IgnoredField, MAX_IGNORED};
-use crate::server::http::error::ApiError;
 use crate::server::ids;
 use crate::server::state::ServerState;
 
 /// The response header that lists the request fields that have no effect, or only part of their effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
-
-/// If this request header is `1`, the server rejects a request with fields that have no effect, or only part of their
-/// effect.
-const STRICT: &str = "x-inferno-strict";
 
 /// If this request header is `1`, the answer is deterministic, as with the request field `deterministic`.
 const DETERMINISTIC: &str = "x-inferno-deterministic";
@@ -49,21 +44,6 @@ impl ReplyHeader {
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
             model: server.options.model.clone(),
             system_fingerprint: if answers.is_deterministic() { DETERMINISTIC_FINGERPRINT } else { FINGERPRINT },
-        }
-    }
-}
-
-/// Fails if the header `x-inferno-strict` is `1` and `ignored` is not empty. The error names the first ignored field.
-pub fn check_strict(headers: &HeaderMap, ignored: &[IgnoredField]) -> Result<(), ApiError> {
-    let is_strict = headers.get(STRICT).is_some_and(|value| value == "1");
-    match ignored.first().filter(|_| is_strict) {
-        None => Ok(()),
-        Some(IgnoredField { name, note: None }) => {
-            Err(ApiError::unsupported(name, "without the header x-inferno-strict, the server ignores the field"))
-        }
-        Some(IgnoredField { name, note: Some(note) }) => {
-            let hint = "without the header x-inferno-strict, the server accepts the request";
-            Err(ApiError::partly_supported(name, note, hint))
         }
     }
 }

@@ -6,8 +6,9 @@ use std::time::Instant;
 use super::accounting::Accounting;
 use super::answer_stream::AnswerStream;
 use super::answers::Answers;
-use super::choice::Choice;
-use crate::engine::{EngineHandle, Request, RequestStream};
+use super::pieces::PieceBuilder;
+use crate::engine::Request;
+use crate::server::http::blocking::run_blocking;
 use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
 use crate::server::limits::Permit;
@@ -17,8 +18,7 @@ use crate::server::state::ServerState;
 pub struct Submission {
     /// One engine request per prompt.
     pub requests: Vec<Request>,
-    /// The number of answers to each prompt.
-    pub choices: usize,
+    pub answers_per_prompt: usize,
     pub can_call_in_parallel: bool,
     /// Whether the client named the tool that the model must call.
     pub must_call_named: bool,
@@ -27,6 +27,21 @@ pub struct Submission {
     pub is_stream: bool,
     /// The name of the HTTP request field that contains the prompt. Error messages quote this name.
     pub prompt_field: &'static str,
+}
+
+impl Submission {
+    /// Creates a submission of one request for one answer, which may have several tool calls.
+    pub fn new(request: Request, is_stream: bool, prompt_field: &'static str) -> Self {
+        Self {
+            requests: vec![request],
+            answers_per_prompt: 1,
+            can_call_in_parallel: true,
+            must_call_named: false,
+            keeps_all_tokens: false,
+            is_stream,
+            prompt_field,
+        }
+    }
 }
 
 /// Submits the requests to the engine. Fails if the model is loading, the server is draining, or a request is invalid.
@@ -41,8 +56,8 @@ pub async fn submit(
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
     let permit = admit(server, &log, &submission)?;
-    let (mut requests, choices) = (submission.requests, submission.choices);
-    server.metrics.sizes.choices.observe(choices as f64);
+    let Submission { mut requests, answers_per_prompt, is_stream, .. } = submission;
+    server.metrics.sizes.answers_per_prompt.observe(answers_per_prompt as f64);
     for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
         if let Some(limit) = options.max_tokens {
             server.metrics.sizes.max_tokens.observe(limit as f64);
@@ -53,17 +68,23 @@ pub async fn submit(
     }
     let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
     let is_deterministic = asks || engine.info().is_deterministic;
-    let streams = submit_to_engine(engine.clone(), requests, choices).await?;
-    let streams = streams.map_err(|error| ApiError::from_engine(&error, submission.prompt_field))?;
-    let choice = || {
-        Choice::new()
+    let handle = engine.clone();
+    let submit = move || {
+        let mut streams = Vec::new();
+        for request in requests {
+            streams.extend(handle.submit_n(request, answers_per_prompt)?);
+        }
+        Ok(streams)
+    };
+    let streams = run_blocking("submit the request", submission.prompt_field, submit).await?;
+    let pieces = || {
+        PieceBuilder::new()
             .with_parallel_calls(submission.can_call_in_parallel)
             .with_named_call(submission.must_call_named)
             .with_all_tokens(submission.keeps_all_tokens)
     };
-    let streams = streams.into_iter().map(|stream| AnswerStream::new(stream, choice())).collect();
-    let (per_prompt, is_stream) = (submission.choices, submission.is_stream);
-    let accounting = Accounting { server: server.clone(), log, per_prompt, is_stream, submitted };
+    let streams = streams.into_iter().map(|stream| AnswerStream::new(stream, pieces())).collect();
+    let accounting = Accounting { server: server.clone(), log, answers_per_prompt, is_stream, submitted };
     Ok(Answers::new(streams, accounting, engine, is_deterministic, permit))
 }
 
@@ -79,30 +100,11 @@ pub fn check_answer_count(server: &ServerState, count: usize, field: &str) -> Re
 
 /// Admits the answers to an HTTP request, either all of them or none. Each answer is one sequence.
 fn admit(server: &ServerState, log: &RequestLog, submission: &Submission) -> Result<Permit, ApiError> {
-    let count = submission.requests.len() * submission.choices;
-    let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
+    let count = submission.requests.len() * submission.answers_per_prompt;
+    let field = if submission.answers_per_prompt > 1 { "n" } else { submission.prompt_field };
     check_answer_count(server, count, field)?;
     server.admission.admit(log.tenant().index(), count).map_err(|wait| {
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
         ApiError::overloaded("the queue has no room for the request", wait)
     })
-}
-
-/// Submits requests to the engine, with `choices` answers to each prompt.
-/// The inner error is an error of the engine. The outer error means that the submission panicked.
-async fn submit_to_engine(
-    engine: EngineHandle,
-    requests: Vec<Request>,
-    choices: usize,
-) -> Result<anyhow::Result<Vec<RequestStream>>, ApiError> {
-    // Rendering and tokenizing take milliseconds of CPU time, so they must not block a worker thread of the runtime.
-    let submit = move || -> anyhow::Result<Vec<RequestStream>> {
-        let mut streams = Vec::new();
-        for request in requests {
-            streams.extend(engine.submit_n(request, choices)?);
-        }
-        Ok(streams)
-    };
-    let submitted = tokio::task::spawn_blocking(submit).await;
-    submitted.map_err(|panic| ApiError::panicked("submit the request", &panic))
 }

@@ -25,10 +25,15 @@ const MAX_VALUES: usize = 500_000;
 /// The maximum number of ignored request fields that the response header `x-inferno-ignored` lists.
 pub const MAX_IGNORED: usize = 32;
 
+/// If this request header is `1`, the server rejects a request with fields that have no effect, or only part of their
+/// effect.
+const STRICT: &str = "x-inferno-strict";
+
 /// Reads and parses the body of a request, which must be a JSON object.
 pub async fn read_json(request: Request, timeouts: &Timeouts) -> Result<Fields, ApiError> {
     let (parts, body) = request.into_parts();
-    parse(&collect(&parts.headers, body, timeouts).await?)
+    let fields = parse(&collect(&parts.headers, body, timeouts).await?)?;
+    Ok(Fields { is_strict: parts.headers.get(STRICT).is_some_and(|value| value == "1"), ..fields })
 }
 
 /// Reads a JSON body without parsing it. Fails if the headers do not declare uncompressed JSON,
@@ -135,18 +140,20 @@ pub struct Fields {
     /// The path of the object and a dot, such as `messages[0].`, or an empty string for the body.
     prefix: String,
     ignored: Vec<IgnoredField>,
+    /// Whether [`finish`](Self::finish) fails if a field is ignored.
+    is_strict: bool,
 }
 
 impl Fields {
     fn new(map: Map<String, Value>) -> Self {
-        Self { map, prefix: String::new(), ignored: Vec::new() }
+        Self { map, prefix: String::new(), ignored: Vec::new(), is_strict: false }
     }
 
     /// Returns the fields of a nested object. Fails if `value` is not an object.
     /// `path` is the path of the object, such as `messages[0]`.
     pub fn nested(path: &str, value: Value) -> Result<Self, ApiError> {
         match value {
-            Value::Object(map) => Ok(Self { map, prefix: format!("{path}."), ignored: Vec::new() }),
+            Value::Object(map) => Ok(Self { prefix: format!("{path}."), ..Self::new(map) }),
             _ => Err(ApiError::invalid(path, "expected an object")),
         }
     }
@@ -187,6 +194,11 @@ impl Fields {
             Some(Value::String(text)) => Ok(Some(text)),
             Some(_) => Err(self.invalid(name, "expected a string")),
         }
+    }
+
+    /// Removes and returns a string. Fails if the field is absent.
+    pub fn require_string(&mut self, name: &str) -> Result<String, ApiError> {
+        self.take_string(name)?.ok_or_else(|| self.invalid(name, "expected a string"))
     }
 
     /// Removes and returns a whole number. Accepts `5.0` as 5. Fails if the field is not a whole number in `range`.
@@ -235,10 +247,32 @@ impl Fields {
         self.ignore(IgnoredField { name: name.to_string(), note: Some(note.into()) });
     }
 
+    /// Records the ignored fields of a nested object, from which nothing more is read.
+    pub fn ignore_rest(&mut self, nested: Fields) {
+        nested.ignored().into_iter().for_each(|field| self.ignore(field));
+    }
+
+    /// Returns the ignored fields of a request body, from which nothing more is read.
+    /// If the request has the header `x-inferno-strict: 1`, fails with an error about the first ignored field instead.
+    pub fn finish(self) -> Result<Vec<IgnoredField>, ApiError> {
+        let is_strict = self.is_strict;
+        let ignored = self.ignored();
+        match ignored.first().filter(|_| is_strict) {
+            None => Ok(ignored),
+            Some(IgnoredField { name, note: None }) => {
+                Err(ApiError::unsupported(name, "without the header x-inferno-strict, the server ignores the field"))
+            }
+            Some(IgnoredField { name, note: Some(note) }) => {
+                let hint = "without the header x-inferno-strict, the server accepts the request";
+                Err(ApiError::partly_supported(name, note, hint))
+            }
+        }
+    }
+
     /// Returns the recorded fields and at most [`MAX_IGNORED`] unread fields.
     /// The paths of the unread fields have no array indexes, as in `messages[].x`.
     pub fn ignored(self) -> Vec<IgnoredField> {
-        let Self { map, prefix, mut ignored } = self;
+        let Self { map, prefix, mut ignored, .. } = self;
         let prefix = prefix.replace(|c: char| c.is_ascii_digit(), "");
         let left = map.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| format!("{prefix}{name}"));
         ignored.extend(left.take(MAX_IGNORED).map(IgnoredField::from));

@@ -17,6 +17,9 @@ pub const RETRY_SOON: Duration = Duration::from_secs(1);
 /// The suggested wait before a retry if a new server may have to answer, for example because this one shuts down.
 pub const RETRY_LATER: Duration = Duration::from_secs(5);
 
+/// The [`code`](ApiError::code) of errors about a prompt that is too long.
+pub const CONTEXT_LENGTH_EXCEEDED: &str = "context_length_exceeded";
+
 /// The maximum length of an error message in characters. Messages can quote parts of the request, which can be long.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
@@ -99,7 +102,7 @@ impl ApiError {
 
     /// Creates a 400 error for a prompt that is too long, for example because it does not fit in the context.
     pub fn too_long(param: &str, message: String) -> Self {
-        Self { code: Some("context_length_exceeded"), param: Some(param.to_string()), ..Self::bad_request(message) }
+        Self { code: Some(CONTEXT_LENGTH_EXCEEDED), param: Some(param.to_string()), ..Self::bad_request(message) }
     }
 
     /// Creates a 404 error for an unknown model.

@@ -39,7 +39,7 @@ struct RequestOutcome {
 /// What the log reports about the generated answers.
 #[derive(Clone, Debug, Default)]
 pub struct AnswerLog {
-    pub choices: usize,
+    pub answer_count: usize,
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
     pub completion_tokens: usize,
@@ -107,7 +107,7 @@ impl Drop for RequestLog {
                 status,
                 duration_ms,
                 stream = answer.is_stream,
-                choices = answer.choices,
+                choices = answer.answer_count,
                 prompt_tokens = answer.prompt_tokens,
                 cached_tokens = answer.cached_tokens,
                 completion_tokens = answer.completion_tokens,

@@ -13,7 +13,7 @@ const FIRST_TOKEN_SECONDS: &[f64] =
 const REQUEST_SECONDS: &[f64] =
     &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0];
 const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5];
-const CHOICES: &[f64] = &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
+const ANSWERS_PER_PROMPT: &[f64] = &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
 
 /// The values of the label `source` for computed and for cached prompt tokens, the same as in vLLM.
 const COMPUTED: &str = "local_compute";
@@ -79,7 +79,7 @@ pub struct RequestSizes {
     computed_tokens: Histogram,
     pub generation_tokens: Histogram,
     pub max_generation_tokens: Histogram,
-    pub choices: Histogram,
+    pub answers_per_prompt: Histogram,
     pub max_tokens: Histogram,
 }
 
@@ -104,7 +104,11 @@ impl RequestSizes {
                 "Generated tokens of the longest answer to a request.",
                 TOKENS,
             )?,
-            choices: make.histogram("request_params_n", "Answers per prompt that a request asked for.", CHOICES)?,
+            answers_per_prompt: make.histogram(
+                "request_params_n",
+                "Answers per prompt that a request asked for.",
+                ANSWERS_PER_PROMPT,
+            )?,
             max_tokens: make.histogram(
                 "request_params_max_tokens",
                 "Limit on the generated tokens of an answer, if the request has one.",

@@ -18,8 +18,8 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::generation::choice::AnswerUpdate;
 use super::generation::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::pieces::AnswerUpdate;
 use super::generation::reply;
 use super::generation::{self, Answers, Submission};
 use super::http::body::{Fields, json_response, read_json};
@@ -64,24 +64,14 @@ async fn generate_with(
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
-    let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let OllamaRequest { request, has_logprobs, shows_thinking, is_stream, ignored } = read(fields, server, &engine)?;
-    reply::check_strict(&headers, &ignored)?;
     // In ollama, a request without a prompt loads the model. Here, the model is already loaded.
     let Some(request) = request else {
         let response = json_response(&load_response(route, &server.options.model))?;
         return Ok(reply::with_ignored(response, &ignored));
     };
-    let submission = Submission {
-        requests: vec![request],
-        choices: 1,
-        can_call_in_parallel: true,
-        must_call_named: false,
-        is_stream,
-        keeps_all_tokens: false,
-        prompt_field: route.prompt_field(),
-    };
+    let submission = Submission::new(request, is_stream, route.prompt_field());
     let mut answers = generation::submit(server, log, submission).await?;
     let unsent = UnsentParts::new(shows_thinking, has_logprobs);
     let mut writer = LineWriter { route, model: server.options.model.clone(), unsent };

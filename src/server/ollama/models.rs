@@ -15,6 +15,7 @@ use super::request::check_model;
 use crate::chat::{ChatFormat, Message, RenderOptions};
 use crate::engine::EngineHandle;
 use crate::server::generation::reply;
+use crate::server::http::blocking::run_blocking;
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::ids;
@@ -113,14 +114,11 @@ pub async fn version() -> Result<Response, ApiError> {
 /// Handles `/api/show`: describes the served model.
 pub async fn show(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
-    let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
-    let ignored = fields.ignored();
-    reply::check_strict(&headers, &ignored)?;
+    let ignored = fields.finish()?;
     let handle = engine.clone();
-    let capabilities = tokio::task::spawn_blocking(move || capabilities(&handle)).await;
-    let capabilities = capabilities.map_err(|panic| ApiError::panicked("render a prompt", &panic))?;
+    let capabilities = run_blocking("render a prompt", "model", move || Ok(capabilities(&handle))).await?;
     let info = engine.info();
     let mut model_info = json!({
         "general.architecture": info.family,
@@ -167,12 +165,10 @@ fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
 
 /// Handles `/api/pull`: reports success without a download. Fails unless the request names the served model.
 pub async fn pull(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
-    let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
     let is_stream = fields.take_bool("stream")?.unwrap_or(true);
-    let ignored = fields.ignored();
-    reply::check_strict(&headers, &ignored)?;
+    let ignored = fields.finish()?;
     let mut response = json_response(&json!({ "status": "success" }))?;
     if is_stream {
         response = "{\"status\":\"pulling manifest\"}\n{\"status\":\"success\"}\n".into_response();

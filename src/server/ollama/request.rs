@@ -108,7 +108,7 @@ impl SharedFields {
         }
         let mut options = generate_options::read(&mut nested, server, engine)?;
         options.max_tokens = limit.and_then(|limit| usize::try_from(limit).ok()).filter(|&limit| limit > 0);
-        nested.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(nested);
         let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
         let top_logprobs = fields.take_integer("top_logprobs", 0..=20)?.unwrap_or(0) as usize;
         options.logprobs = (has_logprobs || top_logprobs > 0).then_some(top_logprobs);
@@ -143,7 +143,7 @@ impl SharedFields {
             has_logprobs,
             shows_thinking: self.shows_thinking,
             is_stream: self.is_stream,
-            ignored: fields.ignored(),
+            ignored: fields.finish()?,
         })
     }
 }

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use crate::engine::FinishReason;
 use crate::server::generation::Answers;
-use crate::server::generation::choice::AnswerPiece;
+use crate::server::generation::pieces::AnswerPiece;
 use crate::server::openai::chat::{TokenLogprob, scored_tokens};
 
 /// An ollama route that generates text.

@@ -9,8 +9,9 @@ use serde::Serialize;
 
 use crate::engine::BLOCK_TOKENS;
 use crate::server::generation::{check_answer_count, reply};
+use crate::server::http::blocking::run_blocking;
 use crate::server::http::body::{json_response, read_json};
-use crate::server::http::error::ApiError;
+use crate::server::http::error::{ApiError, CONTEXT_LENGTH_EXCEEDED};
 use crate::server::openai::chat::ChatRequest;
 use crate::server::state::ServerState;
 use crate::server::tenant::Tenant;
@@ -67,29 +68,23 @@ pub async fn preview(
     let engine = server.open_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
-    let ChatRequest { mut request, choices, ignored, .. } = ChatRequest::read(fields, &server, &engine)?;
-    reply::check_strict(&headers, &ignored)?;
-    check_answer_count(&server, choices, "n")?;
+    let ChatRequest { mut request, answers_per_prompt, ignored, .. } = ChatRequest::read(fields, &server, &engine)?;
+    check_answer_count(&server, answers_per_prompt, "n")?;
     if let Some(options) = &mut request.options {
         options.tenant = tenant.index() as u64;
         options.deterministic |= reply::is_deterministic(&headers);
     }
-    // Use a thread that may block. Rendering takes milliseconds of CPU time, and the engine answers only between steps.
-    let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));
-    let found = match worker.await {
-        Ok(Ok(found)) => found,
-        Ok(Err(error)) => {
-            let error = ApiError::from_engine(&error, "messages");
-            if error.code != Some("context_length_exceeded") {
-                return Err(error);
-            }
+    let preview = move || engine.preview(request, answers_per_prompt);
+    let found = match run_blocking("preview the request", "messages", preview).await {
+        Ok(found) => found,
+        Err(error) if error.code == Some(CONTEXT_LENGTH_EXCEEDED) => {
             let reason = error.message();
             let misfit = PromptTooLong { object: OBJECT, fits: false, accepted: false, starts_now: false, reason };
             return Ok(reply::with_ignored(json_response(&misfit)?, &ignored));
         }
-        Err(panic) => return Err(ApiError::panicked("preview the request", &panic)),
+        Err(error) => return Err(error),
     };
-    let full = server.admission.wait(tenant.index(), choices);
+    let full = server.admission.wait(tenant.index(), answers_per_prompt);
     let starts_now = found.preview.starts_now && full.is_none();
     let expected_wait = match full {
         Some(wait) => Some(wait),

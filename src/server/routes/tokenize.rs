@@ -10,6 +10,7 @@ use crate::chat::{RenderOptions, today};
 use crate::engine::EngineHandle;
 use crate::server::generation::generate_options::{check_model, read_token_ids};
 use crate::server::generation::reply;
+use crate::server::http::blocking::run_blocking;
 use crate::server::http::body::{Fields, json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat;
@@ -32,22 +33,19 @@ struct Text {
 /// Handles `POST /tokenize`: converts a text or a conversation to token ids.
 pub async fn tokenize(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
-    let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
     let wants_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
     let (field, encode) = read_input(&mut fields, &engine)?;
-    let ignored = fields.ignored();
-    reply::check_strict(&headers, &ignored)?;
+    let ignored = fields.finish()?;
     let max_model_len = engine.context();
-    let worker = tokio::task::spawn_blocking(move || -> anyhow::Result<Tokens> {
+    let tokenize = move || {
         let tokens = encode(&engine)?;
         let string = |&id: &u32| engine.tokenizer().token(id).unwrap_or_default().to_string();
         let token_strs = wants_strings.then(|| tokens.iter().map(string).collect());
         Ok(Tokens { count: tokens.len(), max_model_len, tokens, token_strs })
-    });
-    let tokens = worker.await.map_err(|panic| ApiError::panicked("tokenize", &panic))?;
-    let tokens = tokens.map_err(|error| ApiError::from_engine(&error, field))?;
+    };
+    let tokens = run_blocking("tokenize", field, tokenize).await?;
     Ok(reply::with_ignored(json_response(&tokens)?, &ignored))
 }
 
@@ -82,20 +80,16 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static st
 /// Handles `POST /detokenize`: converts token ids to text.
 pub async fn detokenize(State(server): State<Arc<ServerState>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
-    let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
     let tokens = read_token_ids(&mut fields, "tokens", usize::MAX)?;
     let tokens = tokens.ok_or_else(|| fields.invalid("tokens", "expected token ids"))?;
-    let ignored = fields.ignored();
-    reply::check_strict(&headers, &ignored)?;
+    let ignored = fields.finish()?;
     let vocab_size = engine.info().vocab_size;
     if let Some(id) = tokens.iter().find(|&&id| id as usize >= vocab_size) {
         let problem = format!("token id {id} is outside the vocabulary of {vocab_size} tokens");
         return Err(ApiError::invalid("tokens", problem));
     }
-    let worker = tokio::task::spawn_blocking(move || engine.tokenizer().decode(&tokens));
-    let prompt = worker.await.map_err(|panic| ApiError::panicked("detokenize", &panic))?;
-    let prompt = prompt.map_err(|error| ApiError::from_engine(&error, "tokens"))?;
+    let prompt = run_blocking("detokenize", "tokens", move || engine.tokenizer().decode(&tokens)).await?;
     Ok(reply::with_ignored(json_response(&Text { prompt })?, &ignored))
 }

@@ -17,7 +17,7 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     for (index, item) in items.into_iter().enumerate() {
         let mut message = Fields::nested(&format!("messages[{index}]"), item)?;
         messages.push(read_message(&mut message)?);
-        message.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(message);
     }
     Ok(messages)
 }
@@ -79,11 +79,10 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
             }
             _ => return Err(part.invalid("type", "expected 'text'")),
         };
-        let text = part.take_string(field)?;
-        content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
+        content.push_str(&part.require_string(field)?);
         // Clients send back the parts of earlier responses, which have these fields, so do not report them as ignored.
         drop((part.take("annotations"), part.take("logprobs")));
-        part.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(part);
     }
     Ok(Some(content))
 }
@@ -98,8 +97,7 @@ fn read_tool_calls(fields: &mut Fields) -> Result<Vec<ToolCall>, ApiError> {
         let id = call.take_string("id")?;
         let function = call.take_object("function")?;
         let mut function = function.ok_or_else(|| call.invalid("function", "expected an object"))?;
-        let name = function.take_string("name")?;
-        let name = name.ok_or_else(|| function.invalid("name", "expected a string"))?;
+        let name = function.require_string("name")?;
         let arguments = match function.take("arguments") {
             None => String::new(),
             Some(Value::String(text)) => text,

@@ -11,9 +11,9 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use crate::server::generation::choice::{AnswerPiece, AnswerUpdate};
 use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
 use crate::server::generation::generate_options::StreamOptions;
+use crate::server::generation::pieces::{AnswerPiece, AnswerUpdate};
 use crate::server::generation::reply::{self, ReplyHeader};
 use crate::server::generation::{self, Answers, Submission};
 use crate::server::http::body::{json_response, read_json};
@@ -34,19 +34,14 @@ pub async fn create(
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
-    let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let chat = ChatRequest::read(fields, &server, &engine)?;
-    reply::check_strict(&headers, &chat.ignored)?;
     let has_logprobs = chat.request.options.as_ref().is_some_and(|options| options.logprobs.is_some());
     let submission = Submission {
-        requests: vec![chat.request],
-        choices: chat.choices,
+        answers_per_prompt: chat.answers_per_prompt,
         can_call_in_parallel: chat.can_call_in_parallel,
         must_call_named: chat.must_call_named,
-        keeps_all_tokens: false,
-        is_stream: chat.stream.is_stream,
-        prompt_field: "messages",
+        ..Submission::new(chat.request, chat.stream.is_stream, "messages")
     };
     let answers = generation::submit(&server, log, submission).await?;
     let parts = ChatParts { shows_reasoning: chat.shows_reasoning, has_logprobs };

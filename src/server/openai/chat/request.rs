@@ -14,7 +14,7 @@ use crate::server::state::ServerState;
 /// The engine request of a chat completion, and how to format the response.
 pub struct ChatRequest {
     pub request: Request,
-    pub choices: usize,
+    pub answers_per_prompt: usize,
     pub stream: StreamOptions,
     pub shows_reasoning: bool,
     pub can_call_in_parallel: bool,
@@ -45,7 +45,7 @@ impl ChatRequest {
         let max_completion_tokens = fields.take_integer("max_completion_tokens", 1..=limit)?;
         options.max_tokens = max_completion_tokens.or(max_tokens).map(|tokens| tokens as usize);
         options.logprobs = read_logprobs(&mut fields)?;
-        let choices = generate_options::read_choices(&mut fields)?;
+        let answers_per_prompt = generate_options::read_answers_per_prompt(&mut fields)?;
         let stream = generate_options::read_stream(&mut fields)?;
         let can_call_in_parallel = fields.take_bool("parallel_tool_calls")?.unwrap_or(true);
         let structured = options.constraint.take().and_then(|constraint| constraint.answer);
@@ -63,8 +63,16 @@ impl ChatRequest {
             template_variables,
         };
         let request = Request::chat(messages).render(render).options(options);
-        let ignored = fields.ignored();
-        Ok(Self { request, choices, stream, shows_reasoning, can_call_in_parallel, must_call_named, ignored })
+        let ignored = fields.finish()?;
+        Ok(Self {
+            request,
+            answers_per_prompt,
+            stream,
+            shows_reasoning,
+            can_call_in_parallel,
+            must_call_named,
+            ignored,
+        })
     }
 }
 
@@ -127,7 +135,7 @@ fn read_effort_from(fields: &mut Fields, nested: Option<Fields>) -> Result<Reaso
     if let Some(mut nested) = nested {
         let nested_effort = nested.take_string("effort")?;
         effort = nested_effort.map(|effort| ("reasoning.effort".to_string(), effort)).or(effort);
-        nested.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(nested);
     }
     let Some((field, effort)) = effort else { return Ok(ReasoningEffort::default()) };
     let served = match effort.as_str() {

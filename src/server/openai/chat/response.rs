@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::server::generation::choice::{AnswerPiece, Finish};
+use crate::server::generation::pieces::{AnswerPiece, Finish};
 use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::text_tokens::{ScoredToken, finite_logprob};
 use crate::server::generation::usage::Usage;

@@ -9,9 +9,9 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use crate::server::generation::choice::{AnswerPiece, AnswerUpdate};
 use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
 use crate::server::generation::generate_options::StreamOptions;
+use crate::server::generation::pieces::{AnswerPiece, AnswerUpdate};
 use crate::server::generation::reply::{self, ReplyHeader};
 use crate::server::generation::{self, Answers, Submission};
 use crate::server::http::body::{json_response, read_json};
@@ -33,13 +33,11 @@ pub async fn create(
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
-    let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let completion = CompletionRequest::read(fields, &server, &engine)?;
-    reply::check_strict(&headers, &completion.ignored)?;
     let submission = Submission {
         requests: completion.requests,
-        choices: completion.choices,
+        answers_per_prompt: completion.answers_per_prompt,
         can_call_in_parallel: true,
         must_call_named: false,
         keeps_all_tokens: true,
@@ -48,7 +46,7 @@ pub async fn create(
     };
     let answers = generation::submit(&server, log, submission).await?;
     check_prompt_logprobs(&answers)?;
-    let texts = Texts::new(&completion.echoes, completion.choices, completion.has_logprobs);
+    let texts = Texts::new(&completion.echoes, completion.answers_per_prompt, completion.has_logprobs);
     let header = ReplyHeader::new(&server, &answers, "cmpl-", "text_completion");
     let response = if completion.stream.is_stream {
         let writer = ChunkWriter { header, stream: completion.stream, texts };
@@ -87,9 +85,9 @@ struct Texts {
 
 impl Texts {
     /// Creates the state before the first piece. `echoes` has one entry per prompt: the text to repeat, or `None`.
-    /// `choices` is the number of answers to each prompt.
-    fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
-        let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
+    fn new(echoes: &[Option<String>], answers_per_prompt: usize, has_logprobs: bool) -> Self {
+        let repeated = |echo: &Option<String>| std::iter::repeat_n(echo.clone(), answers_per_prompt);
+        let echoes: Vec<_> = echoes.iter().flat_map(repeated).collect();
         let zeros = || vec![0; echoes.len()];
         Self { offsets: zeros(), token_ends: zeros(), echoes, has_logprobs }
     }

@@ -18,8 +18,7 @@ const DEFAULT_TOKENS: i64 = 16;
 pub struct CompletionRequest {
     /// One engine request per prompt.
     pub requests: Vec<Request>,
-    /// The number of answers to each prompt.
-    pub choices: usize,
+    pub answers_per_prompt: usize,
     /// One entry per prompt: the text of the prompt, or `None` if the response does not repeat the prompts.
     pub echoes: Vec<Option<String>>,
     pub has_logprobs: bool,
@@ -43,9 +42,9 @@ impl CompletionRequest {
         let has_logprobs = options.logprobs.is_some();
         let is_echo = fields.take_bool("echo")?.unwrap_or(false);
         options.prompt_logprobs = options.logprobs.filter(|_| is_echo);
-        let choices = generate_options::read_choices(&mut fields)?;
+        let answers_per_prompt = generate_options::read_answers_per_prompt(&mut fields)?;
         let stream = generate_options::read_stream(&mut fields)?;
-        if prompts.len() * choices > MAX_ANSWERS {
+        if prompts.len() * answers_per_prompt > MAX_ANSWERS {
             let limit = format!("expected at most {MAX_ANSWERS} answers in total for all prompts");
             return Err(fields.invalid("prompt", limit));
         }
@@ -53,7 +52,7 @@ impl CompletionRequest {
         let echoes = echoes.collect::<anyhow::Result<_>>().map_err(|error| ApiError::from_engine(&error, "prompt"))?;
         let request = |prompt| Request { prompt, options: Some(options.clone()) };
         let requests = prompts.into_iter().map(request).collect();
-        Ok(Self { requests, choices, echoes, has_logprobs, stream, ignored: fields.ignored() })
+        Ok(Self { requests, answers_per_prompt, echoes, has_logprobs, stream, ignored: fields.finish()? })
     }
 }
 

@@ -3,7 +3,7 @@
 use serde::{Serialize, Serializer};
 
 use crate::engine::{ScoredPrompt, TokenLogprobs};
-use crate::server::generation::choice::Finish;
+use crate::server::generation::pieces::Finish;
 use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::text_tokens::{ScoredToken, finite_logprob};
 use crate::server::generation::usage::Usage;

@@ -129,7 +129,7 @@ fn read_item(
         return Ok(found);
     }
     let content = read_item_content(&mut item, &kind)?;
-    item.ignored().into_iter().for_each(|field| fields.ignore(field));
+    fields.ignore_rest(item);
     Ok(Arc::new(Item { id: id.unwrap_or_else(|| content.new_id()), status: ItemStatus::Completed, content }))
 }
 
@@ -163,15 +163,11 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
             })
         }
         "function_call" => {
-            let text = |item: &mut Fields, name| {
-                item.take_string(name)?.ok_or_else(|| item.invalid(name, "expected a string"))
-            };
-            let (call_id, name) = (text(item, "call_id")?, text(item, "name")?);
-            Ok(ItemContent::Call { call_id, name, arguments: text(item, "arguments")? })
+            let (call_id, name) = (item.require_string("call_id")?, item.require_string("name")?);
+            Ok(ItemContent::Call { call_id, name, arguments: item.require_string("arguments")? })
         }
         "function_call_output" => {
-            let call_id = item.take_string("call_id")?;
-            let call_id = call_id.ok_or_else(|| item.invalid("call_id", "expected a string"))?;
+            let call_id = item.require_string("call_id")?;
             let output = read_content(item, "output")?;
             Ok(ItemContent::CallOutput {
                 call_id,

@@ -25,10 +25,11 @@ use axum::response::Response;
 use serde::Serialize;
 
 use crate::engine;
-use crate::server::generation::choice::{AnswerUpdate, Finish};
 use crate::server::generation::event_stream::{self, EventBuffer, EventWriter, NoEvents};
+use crate::server::generation::pieces::{AnswerUpdate, Finish};
 use crate::server::generation::reply;
 use crate::server::generation::{self, Answers, Submission};
+use crate::server::http::blocking::run_blocking;
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
@@ -54,20 +55,12 @@ pub async fn create(
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
     let store = TenantStore::new(store, tenant);
-    let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let ResponseRequest { messages, render, options, settings, input, parts, is_stream, ignored } =
         ResponseRequest::read(fields, &server, &engine, &store)?;
-    reply::check_strict(&headers, &ignored)?;
-    let submission = Submission {
-        requests: vec![engine::Request::chat(messages).render(render).options(options)],
-        choices: 1,
-        can_call_in_parallel: settings.parallel_tool_calls,
-        must_call_named: false,
-        keeps_all_tokens: false,
-        is_stream,
-        prompt_field: "input",
-    };
+    let request = engine::Request::chat(messages).render(render).options(options);
+    let can_call_in_parallel = settings.parallel_tool_calls;
+    let submission = Submission { can_call_in_parallel, ..Submission::new(request, is_stream, "input") };
     let mut answers = generation::submit(&server, log, submission).await?;
     let output = Arc::new(Mutex::new(Output::new(parts)));
     let mut builder = ResponseBuilder { object: ResponseObject::new(settings), input, output, finish: None };
@@ -102,13 +95,10 @@ pub async fn count_tokens(
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
-    let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let request = ResponseRequest::read(fields, &server, &engine, &TenantStore::new(store, tenant))?;
-    reply::check_strict(&headers, &request.ignored)?;
-    let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
-    let rendered = worker.await.map_err(|panic| ApiError::panicked("count the tokens", &panic))?;
-    let rendered = rendered.map_err(|error| ApiError::from_engine(&error, "input"))?;
+    let render = move || engine.render(&request.messages, &request.render);
+    let rendered = run_blocking("count the tokens", "input", render).await?;
     let tokens = InputTokens { object: "response.input_tokens", input_tokens: rendered.ids.len() };
     Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
 }

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::item::Item;
 use crate::server::generation::usage::Usage;
-use crate::server::http::error::ApiError;
+use crate::server::http::error::{ApiError, CONTEXT_LENGTH_EXCEEDED};
 use crate::server::ids;
 
 /// The estimated memory of a JSON value or an object key in bytes, without its text and its nested values.
@@ -154,7 +154,7 @@ impl ResponseObject {
 
     /// Records the error that ended the response, with the code `server_error` unless clients know the error's code.
     pub fn set_error(&mut self, error: &ApiError) {
-        let known = ["rate_limit_exceeded", "context_length_exceeded"];
+        let known = ["rate_limit_exceeded", CONTEXT_LENGTH_EXCEEDED];
         let code = error.code.filter(|code| known.contains(code)).unwrap_or("server_error");
         self.error = Some(ResponseError { code, message: error.message() });
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::events::{Event, EventPosition, ResponseEventSink};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
-use crate::server::generation::choice::AnswerPiece;
+use crate::server::generation::pieces::AnswerPiece;
 use crate::server::openai::chat::{TokenLogprob, scored_tokens};
 use crate::tokenizer::Tokenizer;
 

@@ -127,7 +127,7 @@ impl ResponseRequest {
             input: items,
             parts,
             is_stream: stream.is_stream,
-            ignored: fields.ignored(),
+            ignored: fields.finish()?,
         })
     }
 }
@@ -138,7 +138,7 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> 
     let Some(mut text) = fields.take_object("text")? else { return Ok((json!({ "format": plain }), None)) };
     let format = text.take("format").unwrap_or(plain);
     let grammar = read_text_format(&mut text, format.clone())?;
-    text.ignored().into_iter().for_each(|field| fields.ignore(field));
+    fields.ignore_rest(text);
     Ok((json!({ "format": format }), grammar))
 }
 

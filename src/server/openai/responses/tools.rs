@@ -41,7 +41,7 @@ pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiErro
             continue;
         }
         check_function(&mut tool)?;
-        tool.ignored().into_iter().for_each(|field| fields.ignore(field));
+        fields.ignore_rest(tool);
         functions.push(json!({ "type": "function", "function": pick(&item, &FUNCTION_KEYS) }));
         let mut echo = json!({ "type": kind });
         for key in FUNCTION_KEYS {

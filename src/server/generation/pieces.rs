@@ -56,8 +56,8 @@ pub struct AnswerUpdate {
     pub is_complete: bool,
 }
 
-/// Converts the events of one answer to updates. OpenAI's API calls an answer a choice.
-pub struct Choice {
+/// Converts the events of one answer to pieces.
+pub struct PieceBuilder {
     can_call_in_parallel: bool,
     must_call_named: bool,
     tokens: TextTokens,
@@ -76,7 +76,7 @@ struct SentCall {
     argument_bytes: usize,
 }
 
-impl Choice {
+impl PieceBuilder {
     /// Creates the state of an answer that has no events yet.
     pub fn new() -> Self {
         Self {
@@ -295,15 +295,15 @@ mod tests {
                       <|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{\"q\": \"é\"}<|call|>";
         let prompt = crate::chat::Rendered { ids: Vec::new(), text: String::new() };
         let mut parser = language.chat_format().unwrap().parser(&prompt);
-        let (mut choice, mut all, mut answer_bytes) = (Choice::new(), Vec::new(), 0);
+        let (mut builder, mut all, mut answer_bytes) = (PieceBuilder::new(), Vec::new(), 0);
         for id in tokenizer.encode(answer, ControlTokens::Parse).unwrap() {
             let deltas = parser.push(tokenizer, id).unwrap();
             let answers = deltas.iter().filter(|delta| delta.channel == Channel::Answer);
             answer_bytes += answers.map(|delta| delta.text.len()).sum::<usize>();
             let event = token(id, deltas);
-            all.extend(choice.push(event, parser.tool_calls(), answer_bytes, tokenizer).pieces);
+            all.extend(builder.push(event, parser.tool_calls(), answer_bytes, tokenizer).pieces);
         }
-        let last = choice.push(end(FinishReason::ToolCalls), parser.tool_calls(), answer_bytes, tokenizer);
+        let last = builder.push(end(FinishReason::ToolCalls), parser.tool_calls(), answer_bytes, tokenizer);
         assert_eq!((last.pieces.len(), last.finish), (0, Some(Finish::ToolCalls)));
         let of = |part: fn(&AnswerPiece) -> Option<&str>| all.iter().filter_map(part).collect::<String>();
         assert_eq!(
@@ -321,12 +321,12 @@ mod tests {
         let bytes = content_ids(&all).into_iter().flat_map(|id| tokenizer.table().bytes(id)).collect();
         assert_eq!(String::from_utf8(bytes).unwrap(), "One moment.");
         let reasoning = tokenizer.encode("Let me look 🦀.", ControlTokens::Text).unwrap();
-        assert_eq!(choice.reasoning_tokens(), reasoning.len());
+        assert_eq!(builder.reasoning_tokens(), reasoning.len());
     }
 
     #[test]
     fn one_event_can_end_the_reasoning_and_start_the_answer() {
-        let (mut choice, tokenizer) = (Choice::new(), demo());
+        let (mut builder, tokenizer) = (PieceBuilder::new(), demo());
         let encode = |text: &str| tokenizer.encode(text, ControlTokens::Text).unwrap();
         let (thought, answer) = (encode("Let me think about that."), encode("Yes, of course."));
         let ids = [&thought[..], &answer].concat();
@@ -339,10 +339,10 @@ mod tests {
                 answer_bytes = "Yes, of course.".len();
             }
             let event = token(id, deltas);
-            pieces.extend(choice.push(event, &[], answer_bytes, &tokenizer).pieces);
+            pieces.extend(builder.push(event, &[], answer_bytes, &tokenizer).pieces);
         }
         assert_eq!(text(&pieces), "r:Let me think about that. c:Yes, of course. ");
-        assert_eq!(choice.reasoning_tokens(), thought.len());
+        assert_eq!(builder.reasoning_tokens(), thought.len());
         assert_eq!(content_ids(&pieces), answer);
     }
 
@@ -354,18 +354,18 @@ mod tests {
         let ids = tokenizer.encode(all, ControlTokens::Text).unwrap();
         let control = tokenizer.encode(control, ControlTokens::Parse).unwrap();
         for lag in 0..all.len() {
-            let (mut choice, mut pieces, mut parsed, mut sent) = (Choice::new(), Vec::new(), 0, 0);
+            let (mut builder, mut pieces, mut parsed, mut sent) = (PieceBuilder::new(), Vec::new(), 0, 0);
             for &id in ids.iter().chain(&control) {
                 if !tokenizer.is_control(id) {
                     parsed += tokenizer.table().bytes(id).len();
                 }
                 let until = parsed.saturating_sub(lag).max(sent);
                 let event = token(id, answer_deltas(&all[sent..until]));
-                pieces.extend(choice.push(event, &[], parsed, &tokenizer).pieces);
+                pieces.extend(builder.push(event, &[], parsed, &tokenizer).pieces);
                 sent = until;
             }
             let last = end_with(FinishReason::Stop, answer_deltas(&all[sent..]));
-            pieces.extend(choice.push(last, &[], parsed, &tokenizer).pieces);
+            pieces.extend(builder.push(last, &[], parsed, &tokenizer).pieces);
             assert_eq!(content_ids(&pieces), ids, "lag {lag}");
         }
     }
@@ -378,16 +378,16 @@ mod tests {
         let ids = encode(text, ControlTokens::Text);
         // The parser returns the text at the end, or with the control token.
         for is_with_control in [false, true] {
-            let (mut choice, mut pieces) = (Choice::new(), Vec::new());
+            let (mut builder, mut pieces) = (PieceBuilder::new(), Vec::new());
             for &id in &ids {
                 let event = token(id, Vec::new());
-                pieces.extend(choice.push(event, &[], 0, &tokenizer).pieces);
+                pieces.extend(builder.push(event, &[], 0, &tokenizer).pieces);
             }
             let (first, last) = if is_with_control { (text, "") } else { ("", text) };
             let event = token(control[0], answer_deltas(first));
-            pieces.extend(choice.push(event, &[], first.len(), &tokenizer).pieces);
+            pieces.extend(builder.push(event, &[], first.len(), &tokenizer).pieces);
             let event = end_with(FinishReason::Stop, answer_deltas(last));
-            pieces.extend(choice.push(event, &[], text.len(), &tokenizer).pieces);
+            pieces.extend(builder.push(event, &[], text.len(), &tokenizer).pieces);
             assert_eq!(content_ids(&pieces), ids);
         }
     }
@@ -398,14 +398,14 @@ mod tests {
         let tokenizer = demo();
         let ids = tokenizer.encode("   ", ControlTokens::Text).unwrap();
         let stop = tokenizer.encode("x", ControlTokens::Text).unwrap()[0];
-        let (mut choice, mut pieces) = (Choice::new(), Vec::new());
+        let (mut builder, mut pieces) = (PieceBuilder::new(), Vec::new());
         for &id in &ids {
-            pieces.extend(choice.push(token(id, Vec::new()), &[], 0, &tokenizer).pieces);
+            pieces.extend(builder.push(token(id, Vec::new()), &[], 0, &tokenizer).pieces);
         }
         let logprobs = Some(TokenLogprobs { chosen: 0.0, top: Vec::new() });
         let event = Event::Token { id: stop, deltas: Vec::new(), logprobs, is_requested_stop: true };
-        pieces.extend(choice.push(event, &[], 0, &tokenizer).pieces);
-        pieces.extend(choice.push(end_with(FinishReason::Stop, answer_deltas("   ")), &[], 3, &tokenizer).pieces);
+        pieces.extend(builder.push(event, &[], 0, &tokenizer).pieces);
+        pieces.extend(builder.push(end_with(FinishReason::Stop, answer_deltas("   ")), &[], 3, &tokenizer).pieces);
         assert_eq!(content_ids(&pieces), ids);
     }
 
@@ -415,47 +415,48 @@ mod tests {
         let (kept, stop) = ("One moment", "zzz");
         let encode = |text: &str| tokenizer.encode(text, ControlTokens::Text).unwrap();
         let (ids, stop_ids) = (encode(kept), encode(stop));
-        let (mut choice, mut pieces, mut parsed) = (Choice::new(), Vec::new(), 0);
+        let (mut builder, mut pieces, mut parsed) = (PieceBuilder::new(), Vec::new(), 0);
         for &id in ids.iter().chain(&stop_ids) {
             let start = parsed;
             parsed += tokenizer.table().bytes(id).len();
             let deltas = answer_deltas(kept.get(start..parsed).unwrap_or_default());
             let event = token(id, deltas);
-            pieces.extend(choice.push(event, &[], parsed, &tokenizer).pieces);
+            pieces.extend(builder.push(event, &[], parsed, &tokenizer).pieces);
         }
-        pieces.extend(choice.push(end(FinishReason::Stop), &[], parsed, &tokenizer).pieces);
+        pieces.extend(builder.push(end(FinishReason::Stop), &[], parsed, &tokenizer).pieces);
         assert_eq!(content_ids(&pieces), ids);
     }
 
     #[test]
     fn arguments_are_sent_as_they_grow() {
-        let (mut choice, tokenizer) = (Choice::new(), demo());
-        let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, 0, &tokenizer).pieces);
+        let (mut builder, tokenizer) = (PieceBuilder::new(), demo());
+        let mut sent = |event, calls: &[ToolCall]| text(&builder.push(event, calls, 0, &tokenizer).pieces);
         assert_eq!(sent(call_token(), &[call("f", "")]), "0=f ");
         assert_eq!(sent(call_token(), &[call("f", "{\"a")]), "0+{\"a ");
         // In chat formats other than harmony, the function name is known only at the end of a call.
         assert_eq!(sent(call_token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
         assert_eq!(sent(call_token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
-        let update = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], 0, &tokenizer);
+        let update =
+            builder.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("1+{} ", Some(Finish::ToolCalls)));
     }
 
     #[test]
     fn malformed_and_cut_calls_lose_no_text() {
         let tokenizer = demo();
-        let mut choice = Choice::new();
-        let update = choice.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], 0, &tokenizer);
+        let mut builder = PieceBuilder::new();
+        let update = builder.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("c:nonsense ", Some(Finish::Stop)));
-        let update = Choice::new().push(end(FinishReason::Length), &[call("f", "{\"a")], 0, &tokenizer);
+        let update = PieceBuilder::new().push(end(FinishReason::Length), &[call("f", "{\"a")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("0=f 0+{\"a ", Some(Finish::Length)));
     }
 
     #[test]
     fn without_parallel_calls_the_answer_ends_after_the_first() {
-        let (mut choice, tokenizer) = (Choice::new().with_parallel_calls(false), demo());
-        let update = choice.push(call_token(), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
+        let (mut builder, tokenizer) = (PieceBuilder::new().with_parallel_calls(false), demo());
+        let update = builder.push(call_token(), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.is_complete), ("0=f 0+{} ", true));
-        let update = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
+        let update = builder.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("", Some(Finish::ToolCalls)));
     }
 }
