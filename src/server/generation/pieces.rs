@@ -68,12 +68,14 @@ pub struct PieceBuilder {
 }
 
 /// The part of a tool call that was already sent to the client.
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 struct SentCall {
     /// The index of the tool call in the response. `None` until the function name is known,
     /// and always `None` for a call that is not sent because only one call is allowed.
     index: Option<usize>,
     argument_bytes: usize,
+    /// The tokens of the call, in case it becomes content. Empty once the function name is known.
+    tokens: Vec<ScoredToken>,
 }
 
 impl PieceBuilder {
@@ -131,7 +133,11 @@ impl PieceBuilder {
         };
         let mut out = AnswerUpdate::default();
         let deltas = merged(deltas);
-        self.tokens.assign(&deltas, answer_bytes, tokenizer);
+        let call_tokens = self.tokens.assign(&deltas, answer_bytes, tokenizer);
+        // A tool call starts at a control token, so the text of this event belongs to a call of an earlier event.
+        if let Some(call) = self.calls.last_mut() {
+            call.tokens.extend(call_tokens);
+        }
         self.send_text(deltas, &mut out);
         if summary.is_some() {
             let tokens = self.tokens.finish();
@@ -161,14 +167,16 @@ impl PieceBuilder {
     /// Adds the new parts of the tool calls to `out`. `summary` is set only at the end of the answer.
     /// Tool calls that still have no function name then become content.
     fn send_calls(&mut self, calls: &[ToolCall], summary: Option<&Summary>, out: &mut AnswerUpdate) {
-        self.calls.resize(calls.len().max(self.calls.len()), SentCall::default());
+        self.calls.resize_with(calls.len().max(self.calls.len()), SentCall::default);
         for (sent, call) in self.calls.iter_mut().zip(calls) {
             if call.name.is_empty() {
                 if summary.is_some() && !call.arguments.is_empty() {
-                    out.pieces.push(AnswerPiece::Content(call.arguments.clone(), Vec::new()));
+                    let tokens = std::mem::take(&mut sent.tokens);
+                    out.pieces.push(AnswerPiece::Content(call.arguments.clone(), tokens));
                 }
                 continue;
             }
+            sent.tokens.clear();
             if sent.index.is_none() {
                 if self.sent_calls > 0 && !self.can_call_in_parallel {
                     (out.is_complete, self.is_complete) = (true, true);
@@ -439,6 +447,33 @@ mod tests {
         let update =
             builder.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.finish), ("1+{} ", Some(Finish::ToolCalls)));
+    }
+
+    /// The text of a tool call that cannot be parsed becomes content, with the tokens of this call only.
+    #[test]
+    fn calls_that_become_content_keep_their_tokens() {
+        let tokenizer = demo();
+        let (good, bad) = ("{\"name\": 1}", "no call at all");
+        let mut builder = PieceBuilder::new();
+        let mut pieces = Vec::new();
+        let mut calls: Vec<ToolCall> = Vec::new();
+        for text in [good, bad] {
+            calls.push(call("", ""));
+            let start = tokenizer.encode("<|call|>", ControlTokens::Parse).unwrap()[0];
+            pieces.extend(builder.push(token(start, Vec::new()), &calls, 0, &tokenizer).pieces);
+            for id in tokenizer.encode(text, ControlTokens::Text).unwrap() {
+                let text = String::from_utf8(tokenizer.table().bytes(id)).unwrap();
+                calls.last_mut().unwrap().arguments.push_str(&text);
+                let delta = Delta { channel: Channel::ToolCall, text };
+                pieces.extend(builder.push(token(id, vec![delta]), &calls, 0, &tokenizer).pieces);
+            }
+            if text == good {
+                *calls.last_mut().unwrap() = call("f", "{}");
+            }
+        }
+        pieces.extend(builder.push(end(FinishReason::Stop), &calls, 0, &tokenizer).pieces);
+        assert_eq!(text(&pieces), "0=f 0+{} c:no call at all ");
+        assert_eq!(content_ids(&pieces), tokenizer.encode(bad, ControlTokens::Text).unwrap());
     }
 
     #[test]

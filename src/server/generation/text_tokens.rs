@@ -102,12 +102,14 @@ impl TextTokens {
     }
 
     /// Assigns tokens to the text that has passed the parser with the last event.
+    /// Returns the tokens of tool calls, without those that lack log probabilities.
     ///
     /// `deltas` are the texts of the event, after the stop filter. Neighbors are on different channels.
     /// `answer_bytes` is the length of all answer text that has passed the parser so far.
-    pub fn assign(&mut self, deltas: &[Delta], answer_bytes: usize, tokenizer: &Tokenizer) {
+    pub fn assign(&mut self, deltas: &[Delta], answer_bytes: usize, tokenizer: &Tokenizer) -> Vec<ScoredToken> {
+        let mut call_tokens = Vec::new();
         if self.all.is_some() {
-            return;
+            return call_tokens;
         }
         let texts = self.parsed_texts(deltas, answer_bytes);
         // The last tokens belong to the last text.
@@ -116,13 +118,17 @@ impl TextTokens {
             match text.channel {
                 Channel::Reasoning => self.reasoning_tokens += tokens.len(),
                 Channel::Answer => self.hold(tokens, answer_bytes),
-                Channel::ToolCall => {}
+                Channel::ToolCall => {
+                    let tokens = tokens.into_iter().filter_map(|(token, _)| scored(token));
+                    call_tokens.splice(..0, tokens);
+                }
             }
         }
         if !texts.is_empty() {
             // The tokens that are left over belong to headers and tags.
             self.unparsed.clear();
         }
+        call_tokens
     }
 
     /// Returns the texts that have passed the parser with the last event, in order. None of them is empty.
