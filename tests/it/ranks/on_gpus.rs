@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use inferno::SamplingParams;
 use inferno::device::{self, DeviceChoice, Devices, Split};
-use inferno::kernels::exchange::{self, ExchangePath};
+use inferno::kernels::exchange::{self, ExchangePath, ExchangeTimes};
 use inferno::kernels::sampling::DeviceSampling;
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
@@ -426,7 +426,7 @@ fn gpus_exchange_every_kind_of_number() {
 }
 
 /// Checks that the measured times of small and large exchanges are plausible.
-/// If the two ranks share one GPU, the times do not measure an exchange between GPUs.
+/// If the two ranks share one GPU, the data does not pass a link, so a large exchange can be as fast as a small one.
 #[test(gpu_alone)]
 fn the_exchange_of_gpus_can_be_measured() {
     let times = on_ranks(2, |world| {
@@ -435,7 +435,10 @@ fn the_exchange_of_gpus_can_be_measured() {
         exchange::measure(world, &device, ExchangePath::Direct).unwrap().unwrap()
     });
     println!("{times:?}");
-    assert!(times.iter().all(|times| times.small > 0.0 && times.small < times.large && times.large < 0.1), "{times:?}");
+    let is_shared = device::gpu_count() < 2;
+    let is_plausible =
+        |times: &ExchangeTimes| times.small > 0.0 && times.large < 0.1 && (is_shared || times.small < times.large);
+    assert!(times.iter().all(is_plausible), "{times:?}");
 }
 
 #[test(gpu_alone)]
