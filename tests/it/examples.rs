@@ -1,4 +1,4 @@
-//! Runs the library examples, and checks that the Rust code in README.md is part of `blocking.rs`.
+//! Runs the library examples, and checks that the Rust code in README.md is part of `examples/blocking.rs`.
 //! `library_page` checks the code in docs/library.md.
 
 mod library_page;
