@@ -16,7 +16,7 @@ pub enum ControlTokens {
     Text,
 }
 
-/// An encoder, which runs in this process or in a sandbox process.
+/// Encodes text to token ids, in this process or in a sandbox process.
 pub trait Encode: Send + Sync {
     fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>>;
 }

@@ -209,7 +209,7 @@ mod tests {
             &[StepFacts { chooses_tokens: false, ..CHUNKS }],
         ),
         (
-            "step with a prompt chunk of one sequence, which the decode graph continues",
+            "step with a prompt chunk of a single sequence that will decode on the decode graph",
             &[GPU],
             &[StepFacts { sequences: 1, ..CHUNKS }],
         ),
