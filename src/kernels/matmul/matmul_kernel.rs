@@ -27,7 +27,7 @@ pub(super) enum MatmulKernel {
     DenseFewTokens,
     /// `cublas_lt` for f16 and bf16, candle for f32.
     Library,
-    /// Like `Library`, with the same number of tokens in all products (`product_of_fixed_tokens`).
+    /// Like `Library`, with the same number of tokens in all products (`product_of_fixed_tokens` in `matmul_on_gpu.rs`).
     FixedTokens,
 }
 
@@ -59,9 +59,8 @@ impl MatmulKernel {
             {
                 &[Self::DenseWgmma]
             }
-            // If `dense_few_tokens` supports the product, rounding an f32 product of the kernel that `choose` prefers
-            // for
-            // `F32` is preferred to a rounded product of cuBLASLt.
+            // If `dense_few_tokens` supports the product, `choose` prefers an f32 product that the caller rounds to a
+            // product that cuBLASLt rounds.
             (ProductForm::Rounded, SumOrder::Fastest) if is_supported(Self::DenseFewTokens)? => &[],
             (ProductForm::Rounded, SumOrder::Fastest) => &[Self::Library],
             _ => &[],
