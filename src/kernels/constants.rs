@@ -161,12 +161,13 @@ pub const DENSE_WGMMA_RING_BYTES: usize = 216 << 10;
 
 // Mixture of experts (`moe/`).
 
-/// The maximum number of experts in a layer: 32 for each lane of a warp, one per bit of a word (`moe/routing.cuh`).
+/// The maximum number of experts in a layer: 32 for each lane of a warp, one per bit of a word
+/// (`moe/routing/routing.cuh`).
 pub const MAX_EXPERTS: usize = 1024;
 /// The maximum number of experts per token: one per lane of a warp.
 pub const MAX_CHOSEN_EXPERTS: usize = 32;
 
-// Residual addition and norm of expert outputs (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`).
+// Residual addition and norm of expert outputs (`expert_mlp.rs` and `expert_mlp.cu` in `moe/mxfp4_tiles/`).
 
 /// Threads per block in `expert_add_norm`, which adds expert outputs to the residual stream and normalizes the sum.
 /// A block computes one row.
@@ -180,7 +181,7 @@ pub const EXPERT_NORM_COLUMNS: usize = 2 * 8 * EXPERT_NORM_THREADS;
 /// Threads per block in the add_norm kernels. A block adds and normalizes one row.
 pub const ADD_NORM_THREADS: usize = 512;
 
-// Routing with few tokens (`moe/route.rs`, `moe/route.cu`).
+// Routing with few tokens (`moe/routing/route.rs`, `moe/routing/route.cu`).
 
 /// The maximum number of tokens in one launch of the route kernel.
 pub const ROUTE_TOKENS: usize = 256;
@@ -191,12 +192,12 @@ pub const ROUTE_CLUSTER: usize = 8;
 /// Threads per block in the route kernel.
 pub const ROUTE_THREADS: usize = 256;
 
-// Sorting by expert (`moe/sort_by_expert.rs`, `moe/sort_by_expert.cu`).
+// Sorting by expert (`moe/routing/sort_by_expert.rs`, `moe/routing/sort_by_expert.cu`).
 
 /// Threads per block in the kernel `sort_by_expert`.
 pub const SORT_BY_EXPERT_THREADS: usize = 1024;
 
-// MXFP4 weights in tiles (`moe/mxfp4_tiles.rs`, `moe/mxfp4_tiles.cuh`, `decode/mxfp4_experts.cu`).
+// MXFP4 weights in tiles (`moe/mxfp4_tiles/`, `decode/mxfp4_experts.cu`).
 
 /// Weight rows per MXFP4 tile.
 pub const MXFP4_TILE_ROWS: usize = 16;
@@ -227,24 +228,24 @@ pub const GROUPED_GEMM_STAGES: usize = 3;
 /// Threads per block in grouped_gemm: eight warps that divide the output tile.
 pub const GROUPED_GEMM_THREADS: usize = 256;
 
-// Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
-// The product kernels use either mma.sync (`moe/expert_product_mma.cuh`) or wgmma (`moe/expert_product_wgmma.cuh`).
+// Matrix products of routed experts with MXFP4 tiles (`product_kernel.rs` and `expert_mlp.cu` in `moe/mxfp4_tiles/`).
+// The product kernels use either mma.sync (`expert_product_mma.cuh`) or wgmma (`expert_product_wgmma.cuh`).
 // There are wgmma kernels for large, medium and small tiles of (token, expert) pairs.
 // The average number of pairs per expert determines which wgmma kernel runs.
 
-/// The number of 16-row weight tiles per output tile in `moe/expert_product_mma.cuh`.
+/// The number of 16-row weight tiles per output tile in `expert_product_mma.cuh`.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
-/// Pipeline stages in `moe/expert_product_mma.cuh`.
+/// Pipeline stages in `expert_product_mma.cuh`.
 /// Shared memory holds the tiles of this number of K steps at once.
 pub const EXPERT_MMA_STAGES: usize = 4;
-/// Threads per block in `moe/expert_product_mma.cuh`.
+/// Threads per block in `expert_product_mma.cuh`.
 pub const EXPERT_MMA_THREADS: usize = 256;
-/// The number of 16-row weight tiles per output tile in `moe/expert_product_wgmma.cuh`.
+/// The number of 16-row weight tiles per output tile in `expert_product_wgmma.cuh`.
 /// The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 12 · 16 = 192.
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
-/// Threads per block in `moe/expert_product_wgmma.cuh`.
+/// Threads per block in `expert_product_wgmma.cuh`.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
-/// The size in bytes of an `OutputTile` (`moe/mxfp4_tiles.cuh`).
+/// The size in bytes of an `OutputTile` (`moe/mxfp4_tiles/tiles.cuh`).
 /// Each stage of a wgmma kernel's ring buffer has room for one `OutputTile`, besides weights and inputs.
 pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
 /// The maximum number of (token, expert) pairs in a large tile.
@@ -266,7 +267,8 @@ pub const EXPERT_SMALL_TILE_STAGES: usize = 3;
 /// K steps of 64 columns per stage for small tiles.
 pub const EXPERT_SMALL_TILE_K_STEPS: usize = 3;
 
-// Matrix products with MXFP4 tiles and few pairs per expert (`moe/expert_few_pairs.rs`, `moe/expert_few_pairs.cu`).
+// Matrix products with MXFP4 tiles and at most 5 pairs per expert on average (`expert_few_pairs.rs` and
+// `expert_few_pairs.cu` in `moe/mxfp4_tiles/`).
 
 /// Threads per block in the expert_few_pairs kernels. Each multiprocessor runs one block.
 pub const EXPERT_FEW_PAIRS_THREADS: usize = 512;

@@ -9,7 +9,7 @@
 //!
 //! The operations of `bandwidth`, `decode`, `exchange` and `step_inputs` run only on a GPU.
 //! The kernels of `sampling` also run only on a GPU. On a CPU, `RowEdits` and `TokenMask` edit and mask logits.
-//! Of the public operations of `moe`, those of `expert_mlp`, `mxfp4_tiles` and `route` also run only on a GPU.
+//! Of the public operations of `moe`, those of `mxfp4_tiles` and `routing::route` also run only on a GPU.
 //! Tests compare the operations that run only on a GPU with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::config::{self, LayerType, ModelSizes};
 use super::family::{Architecture, Family};
 use super::standard;
-use crate::kernels::moe::check_routing;
+use crate::kernels::moe::routing::check_routing;
 use crate::nn::attention::{Attention, AttentionConfig, Sinks};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
 use super::standard::{self, StandardDecoder};
-use crate::kernels::moe::topk::Softmax;
+use crate::kernels::moe::routing::topk::Softmax;
 use crate::nn::attention::Attention;
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;

@@ -11,7 +11,7 @@ use super::moe::{ClampedMoe, GatedMoe};
 use super::residual::{PartialForm, PartialOutput, PartialRows};
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{Activation, gated};
-use crate::kernels::moe::expert_usage::ExpertUsage;
+use crate::kernels::moe::routing::expert_usage::ExpertUsage;
 use crate::weights::Weights;
 
 /// The MLP of a layer, from `[tokens, hidden]` to `[tokens, hidden]`.

@@ -8,16 +8,16 @@ use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::residual::PartialRows;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
-use crate::kernels::moe::check_routing;
 use crate::kernels::moe::combine::combine;
-#[cfg(feature = "cuda")]
-use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
-use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::route::RoutedPairs;
-use crate::kernels::moe::topk::{Softmax, topk_softmax};
+use crate::kernels::moe::mxfp4_tiles::expert_mlp::{ExpertLinear, expert_mlp};
+use crate::kernels::moe::routing::check_routing;
+use crate::kernels::moe::routing::expert_usage::ExpertUsage;
+#[cfg(feature = "cuda")]
+use crate::kernels::moe::routing::route::RoutedPairs;
+use crate::kernels::moe::routing::topk::{Softmax, topk_softmax};
 use crate::kernels::{self, SumOrder};
 use crate::weights::{Weights, mxfp4};
 

@@ -7,7 +7,7 @@ use super::norm::Norm;
 use super::pass::{Pass, RowSelection};
 use crate::kernels::matmul::has_several_terms;
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::expert_mlp::ExpertOutputs;
+use crate::kernels::moe::mxfp4_tiles::expert_mlp::ExpertOutputs;
 use crate::kernels::norm::Addend;
 use crate::kernels::rows::add_bias;
 use crate::world::{PartialResult, ResidualUpdate, World};

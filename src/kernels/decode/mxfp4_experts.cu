@@ -8,10 +8,10 @@
 #include "headers/pdl.cuh"
 #include "headers/streaming_loads.cuh"
 #include "headers/tensor_core.cuh"
-#include "moe/e2m1.cuh"
-#include "moe/routing.cuh"
+#include "moe/mxfp4_tiles/e2m1.cuh"
+#include "moe/routing/routing.cuh"
 
-// MXFP4 weights in the layout that `repack_mxfp4` (mxfp4_tiles.cu) produces. Tile counts are rounded up.
+// MXFP4 weights in the layout that `repack_mxfp4` (moe/mxfp4_tiles/tiles.cu) produces. Tile counts are rounded up.
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][g][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.

@@ -5,7 +5,7 @@
 #include "exchange/exchange.cuh"
 #include "headers/activation.cuh"
 #include "headers/pdl.cuh"
-#include "moe/routing.cuh"
+#include "moe/routing/routing.cuh"
 
 // The output of the router: the logits of all experts, their number, and the number of chosen experts.
 struct Router {

@@ -7,8 +7,8 @@ use super::matvec::{check_weight, matvec_kernel, matvec_shape, matvec_shape_for}
 use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
-use crate::kernels::moe::check_routing;
-use crate::kernels::moe::topk::Softmax;
+use crate::kernels::moe::routing::check_routing;
+use crate::kernels::moe::routing::topk::Softmax;
 
 /// Adds a launch that computes `h[n] = silu(gate(norm(x))) · up(norm(x))` for the n-th chosen expert.
 ///

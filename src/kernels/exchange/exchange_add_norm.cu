@@ -2,7 +2,7 @@
 #include "exchange/exchange.cuh"
 #include "headers/block_sum.cuh"
 #include "headers/sum_terms.cuh"
-#include "moe/expert_outputs.cuh"
+#include "moe/mxfp4_tiles/expert_outputs.cuh"
 
 __device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
     const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];

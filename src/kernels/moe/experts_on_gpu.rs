@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::expert_operands::{ExpertInputs, ExpertWeights};
 use super::grouped_gemm::grouped_gemm;
 use super::mxfp4::mxfp4_dims;
-use super::sort_by_expert::{SortedPairs, sort_by_expert};
+use super::routing::sort_by_expert::{SortedPairs, sort_by_expert};
 use crate::kernels::constants::{EXPERT_GEMM_PAIRS, EXPERT_GEMM_ROWS, EXPERT_GEMM_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, fake_quantize, quantized_ops};

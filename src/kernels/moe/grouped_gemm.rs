@@ -5,7 +5,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};
 
 use super::expert_operands::ExpertInputs;
-use super::sort_by_expert::{SortedPairs, sort_by_expert};
+use super::routing::sort_by_expert::{SortedPairs, sort_by_expert};
 use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED_GEMM_STAGES, GROUPED_GEMM_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::scratch;

@@ -10,8 +10,8 @@
 //! | --- | --- | --- |
 //! | MXFP4 tiles | step of the decode graph | `decode/mxfp4_experts` |
 //! | float, quantized | step of the decode graph | `decode/routed_experts` |
-//! | MXFP4 tiles | at most 5 pairs per expert, not fixed | `expert_few_pairs` |
-//! | MXFP4 tiles | all others | `expert_mlp` |
+//! | MXFP4 tiles | at most 5 pairs per expert, not fixed | `mxfp4_tiles/expert_few_pairs` |
+//! | MXFP4 tiles | all others | `mxfp4_tiles/expert_mlp` |
 //! | MXFP4 | fewer than 64 pairs, f32, or fixed | `experts`: `expert_gemv_mxfp4` |
 //! | MXFP4 | all others | `experts`: `expert_gemm_mxfp4` |
 //! | float | fewer than 64 pairs, f32, fixed, or columns not a multiple of 8 | `experts`: `expert_gemv_dense` |
@@ -24,20 +24,13 @@
 //! - `expert_few_pairs` also requires hidden and intermediate sizes that are multiples of 192, and tiles of at least
 //!   8 pairs that fit in shared memory. If no larger tiles fit, it is used for at most 4 pairs per expert.
 //! - `expert_mlp` uses wgmma on GPUs of compute capability 9.0, if the build has machine code for them.
-//!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are kernels for three tile widths (pairs per tile).
-//!   `product_kernel` chooses the width by the number of pairs per expert.
+//!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are kernels for three tile sizes (pairs per tile).
+//!   `product_kernel` chooses the tile size by the number of pairs per expert.
 //!
 //! On a CPU, `experts::reference` computes the matrix products of the experts.
 
-#[cfg(feature = "cuda")]
-mod choose_experts;
 pub mod combine;
-#[cfg(feature = "cuda")]
-mod expert_few_pairs;
-#[cfg(feature = "cuda")]
-pub mod expert_mlp;
 mod expert_operands;
-pub mod expert_usage;
 pub mod experts;
 #[cfg(feature = "cuda")]
 mod experts_on_gpu;
@@ -46,27 +39,4 @@ mod grouped_gemm;
 pub mod mxfp4;
 #[cfg(feature = "cuda")]
 pub mod mxfp4_tiles;
-#[cfg(feature = "cuda")]
-mod product_kernel;
-#[cfg(feature = "cuda")]
-pub mod route;
-#[cfg(feature = "cuda")]
-mod sort_by_expert;
-pub mod topk;
-
-use candle_core::{Result, bail};
-
-use crate::kernels::constants::MAX_CHOSEN_EXPERTS;
-
-pub use crate::kernels::constants::MAX_EXPERTS;
-
-/// Fails if the kernels cannot route each token to `chosen` of `experts` experts.
-pub fn check_routing(chosen: usize, experts: usize) -> Result<()> {
-    if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-        bail!(
-            "cannot route each token to {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} \
-             experts per token, and {MAX_EXPERTS} experts"
-        );
-    }
-    Ok(())
-}
+pub mod routing;

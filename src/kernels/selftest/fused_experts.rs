@@ -5,10 +5,10 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::inputs::{CheckTarget, Noise};
 use crate::kernels::SumOrder;
 use crate::kernels::activation::clamped_swiglu;
-use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
 use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
+use crate::kernels::moe::mxfp4_tiles::expert_mlp::{ExpertLinear, expert_mlp};
 use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
-use crate::kernels::moe::route::RoutedPairs;
+use crate::kernels::moe::routing::route::RoutedPairs;
 
 #[derive(Clone, Copy)]
 pub(super) struct ExpertCase {

@@ -22,7 +22,7 @@ use crate::kernels::attention::{
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::moe::combine::combine;
 use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
-use crate::kernels::moe::topk::{Softmax, topk_softmax};
+use crate::kernels::moe::routing::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::{Addend, add_norm};
 use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};

@@ -8,12 +8,12 @@ use inferno::kernels::SumOrder;
 use inferno::kernels::activation::clamped_swiglu;
 use inferno::kernels::launch::runs_hopper_code;
 use inferno::kernels::matmul::matmul_f32;
-use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
-use inferno::kernels::moe::expert_usage::{ExpertUsage, UsageCounts};
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
+use inferno::kernels::moe::mxfp4_tiles::expert_mlp::{ExpertLinear, expert_mlp};
 use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
-use inferno::kernels::moe::route::RoutedPairs;
-use inferno::kernels::moe::topk::{Softmax, topk_softmax};
+use inferno::kernels::moe::routing::expert_usage::{ExpertUsage, UsageCounts};
+use inferno::kernels::moe::routing::route::RoutedPairs;
+use inferno::kernels::moe::routing::topk::{Softmax, topk_softmax};
 use inferno::kernels::norm::{Addend, add_norm};
 
 use super::{assert_close, rounding, to_device};

@@ -6,7 +6,7 @@ use inferno::kernels::SumOrder;
 use inferno::kernels::moe::combine::combine;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::moe::mxfp4::{E2M1_VALUES, e8m0_to_f32};
-use inferno::kernels::moe::topk::{Softmax, topk_softmax};
+use inferno::kernels::moe::routing::topk::{Softmax, topk_softmax};
 
 use super::{assert_close, rounding, to_device};
 use crate::harness::TestCase;

@@ -7,7 +7,8 @@ use candle_core::cuda_backend::CudaDevice;
 use crate::kernels::attention::FLASH_HEAD_DIMS;
 use crate::kernels::decode;
 use crate::kernels::matrix::Matrix;
-use crate::kernels::moe::{self, experts::ExpertWeights};
+use crate::kernels::moe::experts::ExpertWeights;
+use crate::kernels::moe::routing::{MAX_EXPERTS, check_routing};
 use crate::nn::decoder::Decoder;
 use crate::nn::layer::DecoderLayer;
 use crate::nn::mlp::Mlp;
@@ -107,7 +108,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraphReason>> {
             } else if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_)))
             {
                 Some(NoDecodeGraphReason::ExpertFormat)
-            } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > moe::MAX_EXPERTS {
+            } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > MAX_EXPERTS {
                 Some(NoDecodeGraphReason::ExpertCount { chosen, experts })
             } else if columns % 8 != 0 || columns > decode::MAX_MXFP4_INTERMEDIATE_SIZE {
                 Some(NoDecodeGraphReason::RowLength(columns))
@@ -119,7 +120,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraphReason>> {
             let (chosen, experts) = (mlp.config.experts_per_token, mlp.config.experts);
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
                 Some(NoDecodeGraphReason::Layer("a quantized router"))
-            } else if moe::check_routing(chosen, experts).is_err() {
+            } else if check_routing(chosen, experts).is_err() {
                 Some(NoDecodeGraphReason::ExpertCount { chosen, experts })
             } else if mlp.gate_up_proj.as_matrix()?.is_none() || mlp.down_proj.as_matrix()?.is_none() {
                 Some(NoDecodeGraphReason::Layer("experts in this format"))

@@ -7,14 +7,14 @@
 //   y -> expert_combine, expert_add_norm or exchange_add_norm, which compute Σ weights[t, c] · y[t, c] over c
 //
 // A pair is a token and one of its `chosen` experts.
-// mxfp4_tiles.cuh describes the layout of weights, x and h.
+// tiles.cuh describes the layout of weights, x and h.
 // The rows of y are in the original order of the pairs, not in the order of `sorted`.
 #include "headers/block_sum.cuh"
 #include "headers/pdl.cuh"
-#include "moe/expert_outputs.cuh"
-#include "moe/expert_product_mma.cuh"
-#include "moe/expert_product_wgmma.cuh"
-#include "moe/mxfp4_tiles.cuh"
+#include "moe/mxfp4_tiles/expert_outputs.cuh"
+#include "moe/mxfp4_tiles/expert_product_mma.cuh"
+#include "moe/mxfp4_tiles/expert_product_wgmma.cuh"
+#include "moe/mxfp4_tiles/tiles.cuh"
 
 // ---- spreading and combining ----
 

@@ -27,7 +27,7 @@
 #include "headers/shared_memory.cuh"
 #include "headers/tensor_core.cuh"
 #include "headers/tf32.cuh"
-#include "moe/routing.cuh"
+#include "moe/routing/routing.cuh"
 
 constexpr int BLOCKS = ROUTE_CLUSTER, THREADS = ROUTE_THREADS, WARPS = THREADS / 32;
 // The number of experts whose logits are computed at once: the rows of two MMAs.

@@ -37,7 +37,7 @@ __host__ __device__ __forceinline__ void place_e2m1(uint32_t (&words)[2], int ro
     }
 }
 
-// Returns the matrix row at position g of a grouped tile (see mxfp4_tiles.cuh), where g is 0 to 7.
+// Returns the matrix row at position g of a grouped tile (see tiles.cuh), where g is 0 to 7.
 // Position g + 8 has the second row after it.
 __host__ __device__ constexpr int grouped_row(int g) { return g / 2 * 4 + g % 2; }
 

@@ -1,12 +1,12 @@
 // Matrix products of routed experts with mma.sync, for GPUs or builds without support for wgmma (see moe/mod.rs).
-// expert_mlp.cu has the kernels that compute gate_up and down with this code. mxfp4_tiles.cuh describes the layouts.
+// expert_mlp.cu has the kernels that compute gate_up and down with this code. tiles.cuh describes the layouts.
 // A pair is a token and one of its chosen experts.
 // `x` is the input of the product: tiled x for gate_up, tiled h for down.
 #pragma once
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
 #include "headers/shared_memory.cuh"
-#include "moe/mxfp4_tiles.cuh"
+#include "moe/mxfp4_tiles/tiles.cuh"
 
 // The output tile of a thread block: at most PAIRS pairs × 256 weight rows, divided among eight warps.
 // Each warp computes all pairs × 32 weight rows, or 64 pairs × 64 weight rows if PAIRS is 128.

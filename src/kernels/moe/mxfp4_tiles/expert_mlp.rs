@@ -5,13 +5,13 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::mxfp4::MXFP4_BLOCK;
-use super::mxfp4_tiles::Mxfp4Tiles;
 use super::product_kernel::ProductKernel;
-use super::route::RoutedPairs;
+use super::tiles::Mxfp4Tiles;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{EXPERT_NORM_COLUMNS, EXPERT_NORM_THREADS, MAX_EXPERTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
+use crate::kernels::moe::routing::route::RoutedPairs;
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
@@ -68,8 +68,8 @@ pub fn expert_mlp(
 
     // h = clamped_swiglu(gate_up · x + bias), y = down · h + bias
     let x_or_tiled = match kernel {
-        ProductKernel::FewPairs(_) => x.clone(),
-        ProductKernel::ManyPairs { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
+        ProductKernel::ExpertFewPairs(_) => x.clone(),
+        ProductKernel::ExpertMlp { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
     };
     let arguments = |linear: ExpertLinear, input: &Tensor, output: &Tensor| {
         let arguments = kernel
@@ -80,8 +80,8 @@ pub fn expert_mlp(
             .tensor(&routed.offsets)?
             .tensor(output)?;
         match kernel {
-            ProductKernel::FewPairs(kernel) => kernel.add_sizes(arguments, linear.tiles, tiled_rows, chosen),
-            ProductKernel::ManyPairs { .. } => {
+            ProductKernel::ExpertFewPairs(kernel) => kernel.add_sizes(arguments, linear.tiles, tiled_rows, chosen),
+            ProductKernel::ExpertMlp { .. } => {
                 let (experts, rows, columns) = linear.tiles.dims();
                 Ok(arguments.int(rows).int(columns).int(tiled_rows).int(experts))
             }
@@ -189,7 +189,7 @@ impl ExpertOutputs {
 }
 
 /// Copies each token's row of x, rounded to `dtype`, to the rows of the token's pairs in a new tiled tensor
-/// (`mxfp4_tiles.cuh`).
+/// (`tiles.cuh`).
 ///
 /// The kernel reads x before it waits for the previous kernel on the stream, which must therefore not compute x.
 /// In a forward pass, the previous kernel computes `routed`.

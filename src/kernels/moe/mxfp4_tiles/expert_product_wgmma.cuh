@@ -1,5 +1,5 @@
 // Matrix products of routed experts with wgmma, for GPUs that run sm_90a code.
-// expert_mlp.cu has the kernels that compute gate_up and down with this code. mxfp4_tiles.cuh describes the layouts.
+// expert_mlp.cu has the kernels that compute gate_up and down with this code. tiles.cuh describes the layouts.
 // A pair is a token and one of its chosen experts.
 // `x` is the input of the product: tiled x for gate_up, tiled h for down.
 //
@@ -11,7 +11,7 @@
 #include "headers/pdl.cuh"
 #include "headers/shared_memory.cuh"
 #include "headers/wgmma.cuh"
-#include "moe/mxfp4_tiles.cuh"
+#include "moe/mxfp4_tiles/tiles.cuh"
 
 // The matrices of all experts, either gate_up or down: tensor maps of the blocks and scales, and the size of a matrix.
 // `blocks` and `scales` are references to kernel parameters, because copy_tensor needs the address of the parameter.
@@ -42,13 +42,14 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int K_STEPS_, int BLOCKS_,
     static constexpr int X_BYTES = K_STEPS * K_STEP_X_BYTES, WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_BYTES;
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_SCALE_BYTES;
 };
-// The shape for many pairs per expert. With large tiles, each weight is read fewer times.
+// The shape for more than 80 pairs per expert on average (see product_kernel.rs). With large tiles, each weight is read
+// fewer times.
 using LargeTile = WgmmaShape<EXPERT_LARGE_TILE_PAIRS, 0, EXPERT_LARGE_TILE_STAGES, EXPERT_LARGE_TILE_K_STEPS, 1, true>;
-// The shape for a medium number of pairs per expert. Medium tiles leave room for more K steps in the ring buffer, and
-// the loop over the K steps of a stage is unrolled.
+// The shape for 25 to 80 pairs per expert. Medium tiles leave room for more K steps in the ring buffer, and the loop
+// over the K steps of a stage is unrolled.
 using MediumTile = WgmmaShape<EXPERT_MEDIUM_TILE_PAIRS, EXPERT_MEDIUM_TILE_PAIRS, EXPERT_MEDIUM_TILE_STAGES,
                               EXPERT_MEDIUM_TILE_K_STEPS, 1, false>;
-// The shape for few pairs per expert.
+// The shape for at most 24 pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
 using SmallTile = WgmmaShape<EXPERT_SMALL_TILE_PAIRS, EXPERT_SMALL_TILE_PAIRS, EXPERT_SMALL_TILE_STAGES,
                              EXPERT_SMALL_TILE_K_STEPS, 2, false>;

@@ -1,4 +1,4 @@
-#include "moe/mxfp4_tiles.cuh"
+#include "moe/mxfp4_tiles/tiles.cuh"
 
 // Repacks MXFP4 weights into tiles.
 // If `paired` is set, rows 2g and 2g + 1 of each tile (a gate row and its up row) are stored at positions g and g + 8.

@@ -1,7 +1,7 @@
 // Chooses experts for each token: computes the router logits, and chooses the experts with the largest logits.
 #include "headers/pdl.cuh"
 #include "matmul/f32_few_rows.cuh"
-#include "moe/routing.cuh"
+#include "moe/routing/routing.cuh"
 
 // A block routes F32_FEW_ROWS_TOKENS · TILES tokens. With more tiles per block, fewer blocks read the weights.
 //   x: f32 [tokens, columns]; weight: f32 [experts, columns]; bias: f32 [experts] or null

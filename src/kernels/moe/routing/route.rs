@@ -26,7 +26,7 @@ pub struct RoutedPairs {
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub weights: Tensor,
-    /// u32 `[pairs]`: the row of each pair in a tiled tensor (`mxfp4_tiles.cuh`).
+    /// u32 `[pairs]`: the row of each pair in a tiled tensor (`mxfp4_tiles/tiles.cuh`).
     pub rows: Tensor,
 }
 

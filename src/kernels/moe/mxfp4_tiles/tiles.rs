@@ -1,10 +1,10 @@
-//! MXFP4 weights in tiles for tensor cores. `mxfp4_tiles.cuh` describes the memory layout of the tiles.
+//! MXFP4 weights in tiles for tensor cores. `tiles.cuh` describes the memory layout of the tiles.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::mxfp4::mxfp4_dims;
 use crate::kernels::constants::{MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS, MXFP4_TILE_ROWS, MXFP4_TILE_SCALE_BYTES};
 use crate::kernels::launch::{Arguments, BoxOrder, Launch, LaunchShape, TensorMap, module};
+use crate::kernels::moe::mxfp4::mxfp4_dims;
 use crate::kernels::{bytes, unsupported};
 
 /// The MXFP4 matrices of a layer's experts, in tiles of 16 rows × 64 columns for tensor cores.
@@ -54,7 +54,7 @@ impl Mxfp4Tiles {
             .flag(order == RowOrder::Paired);
         let shape = LaunchShape::one_warp_each(experts * row_tiles * column_tiles);
         // SAFETY: `mxfp4_dims` checked blocks and scales; the tiles have the sizes that the kernel expects.
-        unsafe { Launch::new(module!("mxfp4_tiles"), "repack_mxfp4", shape, arguments).enqueue(device)? };
+        unsafe { Launch::new(module!("tiles"), "repack_mxfp4", shape, arguments).enqueue(device)? };
         Ok((has_large_scale.to_vec1::<u32>()?[0] == 0).then_some(tiles))
     }
 

@@ -4,7 +4,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 
 use super::expert_few_pairs::FewPairsKernel;
-use super::mxfp4_tiles::Mxfp4Tiles;
+use super::tiles::Mxfp4Tiles;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     EXPERT_LARGE_TILE_K_STEPS, EXPERT_LARGE_TILE_PAIRS, EXPERT_LARGE_TILE_STAGES, EXPERT_MEDIUM_TILE_K_STEPS,
@@ -26,11 +26,11 @@ const FEW_PAIRS_PER_EXPERT: usize = 5;
 /// A thread block can process several output tiles, so the grid depends only on the kernel and the GPU.
 #[derive(Clone, Copy)]
 pub(super) enum ProductKernel {
-    /// A kernel from `expert_few_pairs.cu`, for few pairs per expert.
-    FewPairs(FewPairsKernel),
+    /// A kernel from `expert_few_pairs.cu`.
+    ExpertFewPairs(FewPairsKernel),
     /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name, such as `large_tile`.
     /// `stage_k_steps` is the number of K steps per stage of a wgmma kernel, and `None` for a kernel with mma.sync.
-    ManyPairs { name: &'static str, shape: LaunchShape, stage_k_steps: Option<usize> },
+    ExpertMlp { name: &'static str, shape: LaunchShape, stage_k_steps: Option<usize> },
 }
 
 impl ProductKernel {
@@ -49,16 +49,16 @@ impl ProductKernel {
             // Some experts have more pairs than the average, so a tile must have room for twice the average.
             let limit = FEW_PAIRS_PER_EXPERT.min(kernel.max_pairs / 2);
             if pairs <= limit * experts {
-                return Ok(Self::FewPairs(kernel));
+                return Ok(Self::ExpertFewPairs(kernel));
             }
         }
-        let wgmma = |tile: WgmmaTile| Self::ManyPairs {
+        let wgmma = |tile: WgmmaTile| Self::ExpertMlp {
             name: tile.name,
             shape: LaunchShape::linear(tile.blocks * multiprocessors, EXPERT_WGMMA_THREADS)
                 .with_shared_bytes(tile.shared_bytes()),
             stage_k_steps: Some(tile.stage_k_steps),
         };
-        let mma = |name, pairs, blocks| Self::ManyPairs {
+        let mma = |name, pairs, blocks| Self::ExpertMlp {
             name,
             shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_MMA_THREADS)
                 .with_shared_bytes(mma_shared_bytes(pairs)),
@@ -78,7 +78,7 @@ impl ProductKernel {
     pub fn weight_arguments(self, tiles: &Mxfp4Tiles) -> Result<Arguments> {
         match self {
             // A box of a tensor map contains the tiles that the kernel copies for one stage of its ring buffer.
-            Self::ManyPairs { stage_k_steps: Some(k_steps), .. } => {
+            Self::ExpertMlp { stage_k_steps: Some(k_steps), .. } => {
                 let [blocks, scales] = tiles.tensor_maps(EXPERT_WGMMA_ROW_TILES, k_steps)?;
                 Ok(Arguments::new().value(blocks, [tiles.blocks()]).value(scales, [tiles.scales()]))
             }
@@ -89,8 +89,8 @@ impl ProductKernel {
     /// Returns the launch for `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {
-            Self::FewPairs(kernel) => kernel.launch(product, dtype, arguments),
-            Self::ManyPairs { name, shape, .. } => {
+            Self::ExpertFewPairs(kernel) => kernel.launch(product, dtype, arguments),
+            Self::ExpertMlp { name, shape, .. } => {
                 let kernel = format!("expert_{product}_{dtype}_{name}");
                 Launch::new(module!("expert_mlp"), kernel, shape, arguments)
             }

@@ -2,7 +2,7 @@
 // ids[p] is past the last expert.
 // The pairs of expert e are sorted[offsets[e] .. offsets[e + 1]], in any order.
 // Also computes the row of each pair in a tiled tensor, where each expert's rows start at a multiple of 8
-// (mxfp4_tiles.cuh).
+// (mxfp4_tiles/tiles.cuh).
 //   ids, sorted, rows: u32 [pairs]
 //   offsets: u32 [experts + 1]; experts <= MAX_EXPERTS
 //   grid: any number of blocks, each of which sorts a share of the pairs; block: SORT_BY_EXPERT_THREADS

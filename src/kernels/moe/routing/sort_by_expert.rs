@@ -20,7 +20,7 @@ pub(super) struct SortedPairs {
     pub sorted: Tensor,
     /// The index in `sorted` of each expert's first pair, then the number of pairs: u32 `[experts + 1]`.
     pub offsets: Tensor,
-    /// The row of each pair in a tiled tensor (`mxfp4_tiles.cuh`): u32 `[pairs]`.
+    /// The row of each pair in a tiled tensor (`mxfp4_tiles/tiles.cuh`): u32 `[pairs]`.
     pub rows: Tensor,
 }
 

@@ -1,10 +1,11 @@
 //! Matrix products of routed experts with MXFP4 tiles, for few pairs per expert (`expert_few_pairs.cu`).
+//! `product_kernel` has the limit.
 
 use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 
-use super::mxfp4_tiles::Mxfp4Tiles;
+use super::tiles::Mxfp4Tiles;
 use crate::kernels::constants::{EXPERT_FEW_PAIRS_K_STEPS, EXPERT_FEW_PAIRS_THREADS, MXFP4_TILE_COLUMNS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
 

@@ -34,7 +34,7 @@
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 #include "headers/tensor_core.cuh"
-#include "moe/e2m1.cuh"
+#include "moe/mxfp4_tiles/e2m1.cuh"
 #include "moe/work_items.cuh"
 
 // The products process K_STEP columns at a time: the width of a weight tile, and 128 bytes of a row of x or h.

@@ -1,9 +1,10 @@
 // The products of routed experts with MXFP4 weights, for few (token, expert) pairs per expert, as in small batches.
+// product_kernel.rs has the limit.
 //
 //   x [tokens, hidden] -> expert_few_pairs_gate_up -> h [pairs, intermediate]
 //   -> expert_few_pairs_down -> y [pairs, hidden]
 //
-// mxfp4_tiles.cuh describes the layout of weights and h. The rows of y are in the original order of the pairs.
+// tiles.cuh describes the layout of weights and h. The rows of y are in the original order of the pairs.
 //
 // With few pairs per expert, reading and unpacking the weights takes longer than the MMAs.
 // Each warp therefore reads its share of the weights directly into registers, and unpacks each weight only once for all
@@ -19,7 +20,7 @@
 // The last bits of a token's results can therefore depend on the other tokens in the batch.
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
-#include "moe/mxfp4_tiles.cuh"
+#include "moe/mxfp4_tiles/tiles.cuh"
 
 constexpr int WARPS = EXPERT_FEW_PAIRS_THREADS / 32;
 // A lane holds the weights of K_STEPS column tiles in registers, and multiplies one tile while the others are loading.
@@ -28,7 +29,7 @@ constexpr int K_STEPS = EXPERT_FEW_PAIRS_K_STEPS;
 // The sizes of a product. `RawSizes` in expert_few_pairs.rs mirrors this struct.
 struct Sizes {
     int rows, columns;  // of each expert's matrix
-    int tiled_rows;     // of h (see mxfp4_tiles.cuh)
+    int tiled_rows;     // of h (see tiles.cuh)
     int experts;
     int chosen;     // experts per token
     int max_pairs;  // per tile: 8, 16 or 24; an expert with more pairs has several tiles
