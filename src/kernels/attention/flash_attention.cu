@@ -19,6 +19,10 @@
 // k · heads_per_kv + r % heads_per_kv.
 // A thread block loads each of its keys and values once for all rows of its row tile.
 //
+// The template parameter Tile is a FlashTile, which has the sizes of a kernel. In loops, m counts the 16-row slices of
+// a warp's rows, h the two rows of such a slice that a thread holds (lane/4 and lane/4 + 8), and n slices of 8 or 16
+// columns.
+//
 // The keys of a row tile are divided among one or more partitions. Each partition is one thread block.
 // Each partition except the last has at least min_tiles key tiles, so sequences with few keys have fewer partitions.
 // If there are several partitions, the last partition to finish combines the f32 partial results of all partitions:
@@ -116,7 +120,7 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
 // ---- the work of a block ----
 
 // The query rows that a block computes: one row tile of one KV head.
-template <typename C> struct BlockRows {
+template <typename Tile> struct BlockRows {
     int kv_head, heads, heads_per_kv;  // heads_per_kv: query heads per KV head
     int first_token;                   // the index in q of the sequence's first token
     int first, count;  // the index in the sequence of the tile's first row, and the number of rows in the tile
@@ -124,7 +128,7 @@ template <typename C> struct BlockRows {
     // Returns the offset in `q` and `out` of the first element of a row.
     __device__ __forceinline__ size_t element(int row) const {
         const int r = first + row;
-        return ((size_t)(first_token + r / heads_per_kv) * heads + kv_head * heads_per_kv + r % heads_per_kv) * C::D;
+        return ((size_t)(first_token + r / heads_per_kv) * heads + kv_head * heads_per_kv + r % heads_per_kv) * Tile::D;
     }
     // Returns the index of a row's token among the tokens of the sequence. Rows past the end of the tile get the token
     // of the last row.
@@ -140,13 +144,13 @@ struct RowTile {
 // Unless a sliding window limits the keys, the last row tiles of a sequence have the most, so they should start first.
 // If `row_tiles` is null, thread blocks therefore take the row tiles in reverse order.
 // `row_tiles` already begins with the row tiles that have the most keys.
-template <typename C>
+template <typename Tile>
 __device__ __forceinline__ RowTile find_row_tile(const uint4* row_tiles, int tokens, int heads_per_kv) {
     if (row_tiles) {
         const uint4 tile = __ldg(row_tiles + blockIdx.y);
         return {(int)tile.x, (int)tile.y, (int)tile.z, (int)tile.w};
     }
-    const int each = (tokens * heads_per_kv + C::ROWS - 1) / C::ROWS, index = gridDim.y - 1 - blockIdx.y;
+    const int each = (tokens * heads_per_kv + Tile::ROWS - 1) / Tile::ROWS, index = gridDim.y - 1 - blockIdx.y;
     const int sequence = index / each;
     return {sequence, index % each, sequence * tokens, tokens};
 }
@@ -165,35 +169,35 @@ struct TeamTiles {
 // Keys and values after position `newest` become zeros in shared memory, because the cache may hold NaN there, and even
 // a weight of zero times NaN is NaN.
 // A key tile has at most BLOCK_TOKENS keys, so it spans at most two cache blocks.
-template <typename T, typename C>
+template <typename T, typename Tile>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const TeamTiles& team_tiles,
                                                      int tile, int stage, const uint32_t* table, int kv_heads,
                                                      int kv_head) {
-    static_assert(C::KEYS <= BLOCK_TOKENS);
+    static_assert(Tile::KEYS <= BLOCK_TOKENS);
     if (tile < team_tiles.end) {
-        constexpr uint32_t SEGMENTS = C::D / 8, COPIES = C::KEYS * SEGMENTS, THREADS = C::TEAM_THREADS;
-        const uint32_t key = team_tiles.oldest + tile * C::KEYS, newest = team_tiles.newest,
-                       first_block = key / BLOCK_TOKENS;
-        const uint32_t last_block = min(key + C::KEYS - 1, newest) / BLOCK_TOKENS;
-        const uint32_t first_row = __ldg(table + first_block) * BLOCK_TOKENS;
-        const uint32_t last_row = __ldg(table + last_block) * BLOCK_TOKENS;
+        constexpr uint32_t SEGMENTS = Tile::D / 8, COPIES = Tile::KEYS * SEGMENTS, THREADS = Tile::TEAM_THREADS;
+        const uint32_t key = team_tiles.oldest + tile * Tile::KEYS, newest = team_tiles.newest,
+                       first_cache_block = key / BLOCK_TOKENS;
+        const uint32_t last_cache_block = min(key + Tile::KEYS - 1, newest) / BLOCK_TOKENS;
+        const uint32_t first_cache_row = __ldg(table + first_cache_block) * BLOCK_TOKENS;
+        const uint32_t last_cache_row = __ldg(table + last_cache_block) * BLOCK_TOKENS;
         const uint32_t thread = threadIdx.x % THREADS, left = team_tiles.newest - key;
-        const uint32_t row_elements = kv_heads * C::D;
-        const uint32_t to = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS);
+        const uint32_t row_elements = kv_heads * Tile::D;
+        const uint32_t to = shared_address(pipeline + stage * 2 * Tile::KEY_ELEMENTS);
 #pragma unroll
         for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
             const uint32_t copy = thread + c * THREADS;
             if (COPIES % THREADS != 0 && copy >= COPIES) break;
-            const bool even = THREADS % SEGMENTS == 0;  // if true, `segment` is the same for all copies of a thread
-            const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
-            const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
+            const bool is_same_segment = THREADS % SEGMENTS == 0;  // for all copies of a thread
+            const uint32_t j = is_same_segment ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
+            const uint32_t segment = is_same_segment ? thread % SEGMENTS : copy % SEGMENTS;
             const uint32_t position = key + j;
-            const uint32_t row =
-                (position / BLOCK_TOKENS == first_block ? first_row : last_row) + position % BLOCK_TOKENS;
-            const size_t from = (size_t)row * row_elements + kv_head * C::D + segment * 8;
-            const uint32_t target = to + (j * C::STRIDE + segment * 8) * sizeof(T);
+            const uint32_t row = (position / BLOCK_TOKENS == first_cache_block ? first_cache_row : last_cache_row) +
+                                 position % BLOCK_TOKENS;
+            const size_t from = (size_t)row * row_elements + kv_head * Tile::D + segment * 8;
+            const uint32_t target = to + (j * Tile::STRIDE + segment * 8) * sizeof(T);
             copy_async_or_zero(target, k + from, j <= left);
-            copy_async_or_zero(target + C::KEY_ELEMENTS * sizeof(T), v + from, j <= left);
+            copy_async_or_zero(target + Tile::KEY_ELEMENTS * sizeof(T), v + from, j <= left);
         }
     }
     commit_copies();
@@ -202,31 +206,32 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 // ---- queries ----
 
 // Starts copying the queries of the block's rows to shared memory, and commits the copies as one group.
-template <typename T, typename C>
-__device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const BlockRows<C>& rows) {
-    for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
-        const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
+template <typename T, typename Tile>
+__device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const BlockRows<Tile>& rows) {
+    for (int copy = threadIdx.x; copy < Tile::ROWS * (Tile::D / 8); copy += Tile::THREADS) {
+        const int row = copy / (Tile::D / 8), segment = copy % (Tile::D / 8);
         const T* from = q + rows.element(min(row, rows.count - 1)) + segment * 8;
-        copy_async_or_zero(shared_address(query_tile + row * C::STRIDE + segment * 8), from, true);
+        copy_async_or_zero(shared_address(query_tile + row * Tile::STRIDE + segment * 8), from, true);
     }
     commit_copies();
 }
 
 // The queries of a warp as mma.sync fragments: slices of 16 columns, which one mma.sync multiplies.
 // A thread holds elements of rows lane/4 and lane/4 + 8 of every 16 rows.
-template <typename C>
-using Queries = uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
+template <typename Tile>
+using QueryFragments =
+    uint32_t[Tile::QUERIES_IN_REGISTERS ? Tile::M : 1][Tile::QUERIES_IN_REGISTERS ? Tile::D / 16 : 1][4];
 
-template <typename T, typename C>
-__device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, const T* q, const BlockRows<C>& rows,
-                                                          int warp_row, int lane) {
+template <typename T, typename Tile>
+__device__ __forceinline__ void load_queries_to_registers(QueryFragments<Tile>& queries, const T* q,
+                                                          const BlockRows<Tile>& rows, int warp_row, int lane) {
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) {
+    for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const T* from = q + rows.element(min(warp_row + m * 16 + lane / 4 + 8 * h, rows.count - 1)) + lane % 4 * 2;
 #pragma unroll
-            for (int slice = 0; slice < C::D / 16; ++slice) {
+            for (int slice = 0; slice < Tile::D / 16; ++slice) {
                 queries[m][slice][h] = *reinterpret_cast<const uint32_t*>(from + slice * 16);
                 queries[m][slice][h + 2] = *reinterpret_cast<const uint32_t*>(from + slice * 16 + 8);
             }
@@ -239,46 +244,46 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
 // The scores of a warp's rows for one key tile, in the layout of mma.sync results.
 // In each tile of 16 rows and 8 columns, a thread holds two adjacent columns of row lane/4 (elements 0, 1) and of row
 // lane/4 + 8 (elements 2, 3).
-template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
+template <typename Tile> using Scores = float[Tile::M][Tile::KEYS / 8][4];
 // The weighted sums of the values, in the same layout as the scores.
-template <typename C> using Sums = float[C::M][C::D / 8][4];
+template <typename Tile> using Sums = float[Tile::M][Tile::D / 8][4];
 // One value per row. A thread holds the values of two rows of every 16 rows.
-template <typename C> using RowFloats = float[C::M][2];
-template <typename C> using RowInts = int[C::M][2];
+template <typename Tile> using RowFloats = float[Tile::M][2];
+template <typename Tile> using RowInts = int[Tile::M][2];
 
 // Computes the position of each row that this thread holds. `position` is the position of the sequence's first token.
-template <typename C>
-__device__ __forceinline__ void set_row_positions(RowInts<C>& row_position, const BlockRows<C>& rows, int position,
-                                                  int warp_row, int lane) {
+template <typename Tile>
+__device__ __forceinline__ void set_row_positions(RowInts<Tile>& row_position, const BlockRows<Tile>& rows,
+                                                  int position, int warp_row, int lane) {
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) {
+    for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) row_position[m][h] = position + rows.token(warp_row + m * 16 + lane / 4 + 8 * h);
     }
 }
 
 // Computes scores += q·k for one key tile.
-template <typename T, typename C>
-__device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries, uint32_t q_lane,
-                                                          uint32_t keys) {
+template <typename T, typename Tile>
+__device__ __forceinline__ void multiply_queries_and_keys(Scores<Tile>& scores, const QueryFragments<Tile>& queries,
+                                                          uint32_t q_lane, uint32_t keys) {
 #pragma unroll
-    for (int slice = 0; slice < C::D / 16; ++slice) {
-        uint32_t a[C::M][4];
+    for (int slice = 0; slice < Tile::D / 16; ++slice) {
+        uint32_t a[Tile::M][4];
 #pragma unroll
-        for (int m = 0; m < C::M; ++m) {
-            if constexpr (C::QUERIES_IN_REGISTERS) {
+        for (int m = 0; m < Tile::M; ++m) {
+            if constexpr (Tile::QUERIES_IN_REGISTERS) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) a[m][i] = queries[m][slice][i];
             } else {
-                load_matrices(a[m], q_lane + (m * 16 * C::STRIDE + slice * 16) * sizeof(T));
+                load_matrices(a[m], q_lane + (m * 16 * Tile::STRIDE + slice * 16) * sizeof(T));
             }
         }
 #pragma unroll
-        for (int n = 0; n < C::KEYS / 16; ++n) {
+        for (int n = 0; n < Tile::KEYS / 16; ++n) {
             uint32_t b[4];
-            load_matrices(b, keys + (n * 16 * C::STRIDE + slice * 16) * sizeof(T));
+            load_matrices(b, keys + (n * 16 * Tile::STRIDE + slice * 16) * sizeof(T));
 #pragma unroll
-            for (int m = 0; m < C::M; ++m) {
+            for (int m = 0; m < Tile::M; ++m) {
                 multiply_add<T>(scores[m][2 * n], a[m], b[0], b[1]);
                 multiply_add<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
             }
@@ -286,11 +291,11 @@ __device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, con
     }
 }
 
-template <typename C> __device__ __forceinline__ void cap_scores(Scores<C>& scores, float scale, float softcap) {
+template <typename Tile> __device__ __forceinline__ void cap_scores(Scores<Tile>& scores, float scale, float softcap) {
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) {
+    for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
-        for (int n = 0; n < C::KEYS / 8; ++n) {
+        for (int n = 0; n < Tile::KEYS / 8; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) scores[m][n][i] = soft_cap(scores[m][n][i] * scale, softcap);
         }
@@ -299,13 +304,13 @@ template <typename C> __device__ __forceinline__ void cap_scores(Scores<C>& scor
 
 // Sets the scores of keys after the query, or before the query's sliding window, to -infinity.
 // `key` is the position of the first key in the key tile.
-template <typename C>
-__device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>& row_position, int key, int window,
-                                            int lane) {
+template <typename Tile>
+__device__ __forceinline__ void mask_scores(Scores<Tile>& scores, const RowInts<Tile>& row_position, int key,
+                                            int window, int lane) {
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) {
+    for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
-        for (int n = 0; n < C::KEYS / 8; ++n) {
+        for (int n = 0; n < Tile::KEYS / 8; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int distance = row_position[m][i / 2] - (key + n * 8 + lane % 4 * 2 + i % 2);
@@ -319,18 +324,18 @@ __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>&
 // Rescales the totals and weighted sums to the new maxima.
 // Does nothing if no running maximum of the warp would grow by more than SLACK.
 // The maxima are base-2 exponents, and `factor` converts scores to base-2 exponents.
-template <typename C>
-__device__ __forceinline__ void update_maxima(const Scores<C>& scores, float factor, RowFloats<C>& maxima,
-                                              RowFloats<C>& totals, Sums<C>& sums) {
-    RowFloats<C> highest;
+template <typename Tile>
+__device__ __forceinline__ void update_maxima(const Scores<Tile>& scores, float factor, RowFloats<Tile>& maxima,
+                                              RowFloats<Tile>& totals, Sums<Tile>& sums) {
+    RowFloats<Tile> highest;
     bool grows = false;
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) {
+    for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float high = -INFINITY;
 #pragma unroll
-            for (int n = 0; n < C::KEYS / 8; ++n) {
+            for (int n = 0; n < Tile::KEYS / 8; ++n) {
                 high = fmaxf(high, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
             }
             high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, 1));
@@ -341,14 +346,17 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
     }
     if (__any_sync(ALL_LANES, grows)) {
 #pragma unroll
-        for (int m = 0; m < C::M; ++m) {
+        for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float next = fmaxf(maxima[m][h], highest[m][h]), keep = exp2_fast(maxima[m][h] - finite(next));
                 maxima[m][h] = next;
                 totals[m][h] *= keep;
 #pragma unroll
-                for (int n = 0; n < C::D / 8; ++n) sums[m][n][2 * h] *= keep, sums[m][n][2 * h + 1] *= keep;
+                for (int n = 0; n < Tile::D / 8; ++n) {
+                    sums[m][n][2 * h] *= keep;
+                    sums[m][n][2 * h + 1] *= keep;
+                }
             }
         }
     }
@@ -357,17 +365,21 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
 // Converts scores to weights, adds the weights to the totals, and adds the weighted values to the sums.
 // Each loop iteration processes a slice of 16 keys.
 // The exponentials of an iteration can overlap with the matrix products of the previous iteration.
-template <typename T, typename C>
-__device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
-                                                  uint32_t values, RowFloats<C>& totals, Sums<C>& sums) {
-    RowFloats<C> bases;
+template <typename T, typename Tile>
+__device__ __forceinline__ void accumulate_values(const Scores<Tile>& scores, float factor,
+                                                  const RowFloats<Tile>& maxima, uint32_t values,
+                                                  RowFloats<Tile>& totals, Sums<Tile>& sums) {
+    RowFloats<Tile> bases;
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) bases[m][0] = finite(maxima[m][0]), bases[m][1] = finite(maxima[m][1]);
+    for (int m = 0; m < Tile::M; ++m) {
+        bases[m][0] = finite(maxima[m][0]);
+        bases[m][1] = finite(maxima[m][1]);
+    }
 #pragma unroll
-    for (int slice = 0; slice < C::KEYS / 16; ++slice) {
-        uint32_t a[C::M][4];
+    for (int slice = 0; slice < Tile::KEYS / 16; ++slice) {
+        uint32_t a[Tile::M][4];
 #pragma unroll
-        for (int m = 0; m < C::M; ++m) {
+        for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float (&from)[4] = scores[m][2 * slice + i / 2];
@@ -379,11 +391,11 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
             }
         }
 #pragma unroll
-        for (int n = 0; n < C::D / 16; ++n) {
+        for (int n = 0; n < Tile::D / 16; ++n) {
             uint32_t b[4];
-            load_matrices_transposed(b, values + (slice * 16 * C::STRIDE + n * 16) * sizeof(T));
+            load_matrices_transposed(b, values + (slice * 16 * Tile::STRIDE + n * 16) * sizeof(T));
 #pragma unroll
-            for (int m = 0; m < C::M; ++m) {
+            for (int m = 0; m < Tile::M; ++m) {
                 multiply_add<T>(sums[m][2 * n], a[m], b[0], b[1]);
                 multiply_add<T>(sums[m][2 * n + 1], a[m], b[2], b[3]);
             }
@@ -394,9 +406,9 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
 // ---- results ----
 
 // Adds up the partial totals of each row, which are spread over four lanes.
-template <typename C> __device__ __forceinline__ void reduce_totals(RowFloats<C>& totals) {
+template <typename Tile> __device__ __forceinline__ void reduce_totals(RowFloats<Tile>& totals) {
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) {
+    for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             totals[m][h] += __shfl_xor_sync(ALL_LANES, totals[m][h], 1);
@@ -410,18 +422,19 @@ template <typename T> __device__ __forceinline__ void store_pair(T* to, float x,
 }
 
 // Stores two columns of a row's sums in a partial result. For column 0, also stores the row's maximum and total.
-template <typename C>
+template <typename Tile>
 __device__ __forceinline__ void store_partial(float* partial, int row, int column, float x, float y, float maximum,
                                               float total) {
-    __stcg(reinterpret_cast<float2*>(partial + row * C::D + column), float2{x, y});
-    if (column == 0) __stcg(reinterpret_cast<float2*>(partial + C::ROWS * C::D + 2 * row), float2{maximum, total});
+    __stcg(reinterpret_cast<float2*>(partial + row * Tile::D + column), float2{x, y});
+    if (column == 0)
+        __stcg(reinterpret_cast<float2*>(partial + Tile::ROWS * Tile::D + 2 * row), float2{maximum, total});
 }
 
 // The online softmax of a warp's rows over all key tiles of its team.
-template <typename C> struct Softmax {
-    const RowFloats<C>& maxima;  // of the scores, as base-2 exponents
-    const RowFloats<C>& totals;  // of the weights, in units of 2^maximum
-    const Sums<C>& sums;         // of the weighted values, in units of 2^maximum
+template <typename Tile> struct Softmax {
+    const RowFloats<Tile>& maxima;  // of the scores, as base-2 exponents
+    const RowFloats<Tile>& totals;  // of the weights, in units of 2^maximum
+    const Sums<Tile>& sums;         // of the weighted values, in units of 2^maximum
 };
 
 // Where a thread block writes the results of its rows.
@@ -433,11 +446,11 @@ template <typename T> struct Results {
 };
 
 // Writes the results of a block with one team.
-template <typename T, typename C>
-__device__ __forceinline__ void store_results(const Results<T>& results, const BlockRows<C>& rows,
-                                              const Softmax<C>& softmax, int warp_row, int lane) {
+template <typename T, typename Tile>
+__device__ __forceinline__ void store_results(const Results<T>& results, const BlockRows<Tile>& rows,
+                                              const Softmax<Tile>& softmax, int warp_row, int lane) {
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) {
+    for (int m = 0; m < Tile::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = warp_row + m * 16 + lane / 4 + 8 * h;
@@ -447,15 +460,15 @@ __device__ __forceinline__ void store_results(const Results<T>& results, const B
                 const float factor = normalizer(maximum, total, results.row_sinks[row]);
                 T* const to = results.out + rows.element(row) + lane % 4 * 2;
 #pragma unroll
-                for (int n = 0; n < C::D / 8; ++n) {
+                for (int n = 0; n < Tile::D / 8; ++n) {
                     const float* sum = softmax.sums[m][n] + 2 * h;
                     store_pair(to + n * 8, sum[0] * factor, sum[1] * factor);
                 }
             } else {
 #pragma unroll
-                for (int n = 0; n < C::D / 8; ++n) {
+                for (int n = 0; n < Tile::D / 8; ++n) {
                     const float* sum = softmax.sums[m][n] + 2 * h;
-                    store_partial<C>(results.partial, row, n * 8 + lane % 4 * 2, sum[0], sum[1], maximum, total);
+                    store_partial<Tile>(results.partial, row, n * 8 + lane % 4 * 2, sum[0], sum[1], maximum, total);
                 }
             }
         }
@@ -463,32 +476,32 @@ __device__ __forceinline__ void store_results(const Results<T>& results, const B
 }
 
 // Merges the results of all teams in shared memory, at `merge_sums`. Writes the merged results.
-template <typename T, typename C>
-__device__ __forceinline__ void merge_teams(const Results<T>& results, const BlockRows<C>& rows,
-                                            const Softmax<C>& softmax, float* merge_sums, int team, int lane) {
-    float2* const merge_maxima = reinterpret_cast<float2*>(merge_sums + C::TEAMS * C::ROWS * C::MERGE_STRIDE);
+template <typename T, typename Tile>
+__device__ __forceinline__ void merge_teams(const Results<T>& results, const BlockRows<Tile>& rows,
+                                            const Softmax<Tile>& softmax, float* merge_sums, int team, int lane) {
+    float2* const merge_maxima = reinterpret_cast<float2*>(merge_sums + Tile::TEAMS * Tile::ROWS * Tile::MERGE_STRIDE);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = lane / 4 + 8 * h;
         if (row >= rows.count) continue;
 #pragma unroll
-        for (int n = 0; n < C::D / 8; ++n) {
-            float* const to = merge_sums + (team * C::ROWS + row) * C::MERGE_STRIDE + n * 8 + lane % 4 * 2;
+        for (int n = 0; n < Tile::D / 8; ++n) {
+            float* const to = merge_sums + (team * Tile::ROWS + row) * Tile::MERGE_STRIDE + n * 8 + lane % 4 * 2;
             *reinterpret_cast<float2*>(to) = {softmax.sums[0][n][2 * h], softmax.sums[0][n][2 * h + 1]};
         }
-        if (lane % 4 == 0) merge_maxima[team * C::ROWS + row] = {softmax.maxima[0][h], softmax.totals[0][h]};
+        if (lane % 4 == 0) merge_maxima[team * Tile::ROWS + row] = {softmax.maxima[0][h], softmax.totals[0][h]};
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
-        const int row = i / (C::D / 2), column = i % (C::D / 2) * 2;
+    for (int i = threadIdx.x; i < rows.count * (Tile::D / 2); i += Tile::THREADS) {
+        const int row = i / (Tile::D / 2), column = i % (Tile::D / 2) * 2;
         float maximum = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
-        for (int t = 0; t < C::TEAMS; ++t) maximum = fmaxf(maximum, merge_maxima[t * C::ROWS + row].x);
+        for (int t = 0; t < Tile::TEAMS; ++t) maximum = fmaxf(maximum, merge_maxima[t * Tile::ROWS + row].x);
         const float base = finite(maximum);
 #pragma unroll
-        for (int t = 0; t < C::TEAMS; ++t) {
-            const float2 stats = merge_maxima[t * C::ROWS + row];
-            const float* from = merge_sums + (t * C::ROWS + row) * C::MERGE_STRIDE + column;
+        for (int t = 0; t < Tile::TEAMS; ++t) {
+            const float2 stats = merge_maxima[t * Tile::ROWS + row];
+            const float* from = merge_sums + (t * Tile::ROWS + row) * Tile::MERGE_STRIDE + column;
             const float2 sum = *reinterpret_cast<const float2*>(from);
             const float weight = exp2_fast(stats.x - base);
             total += stats.y * weight;
@@ -499,26 +512,26 @@ __device__ __forceinline__ void merge_teams(const Results<T>& results, const Blo
             const float factor = normalizer(maximum, total, results.row_sinks[row]);
             store_pair(results.out + rows.element(row) + column, x * factor, y * factor);
         } else {
-            store_partial<C>(results.partial, row, column, x, y, maximum, total);
+            store_partial<Tile>(results.partial, row, column, x, y, maximum, total);
         }
     }
 }
 
 // Combines the partial results of all partitions, at `partials`. Writes the output.
-template <typename T, typename C>
-__device__ __forceinline__ void combine_partitions(const Results<T>& results, const BlockRows<C>& rows,
+template <typename T, typename Tile>
+__device__ __forceinline__ void combine_partitions(const Results<T>& results, const BlockRows<Tile>& rows,
                                                    const float* partials) {
-    for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
-        const int row = i / (C::D / 2), column = i % (C::D / 2) * 2;
+    for (int i = threadIdx.x; i < rows.count * (Tile::D / 2); i += Tile::THREADS) {
+        const int row = i / (Tile::D / 2), column = i % (Tile::D / 2) * 2;
         float maximum = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
         for (int first = 0; first < results.partitions; first += COMBINE_BATCH) {
             float2 stats[COMBINE_BATCH], values[COMBINE_BATCH];
             float high = maximum;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
-                const float* from = partials + min(first + z, results.partitions - 1) * C::ROWS * (C::D + 2);
-                stats[z] = __ldcg(reinterpret_cast<const float2*>(from + C::ROWS * C::D + 2 * row));
-                values[z] = __ldcg(reinterpret_cast<const float2*>(from + row * C::D + column));
+                const float* from = partials + min(first + z, results.partitions - 1) * Tile::ROWS * (Tile::D + 2);
+                stats[z] = __ldcg(reinterpret_cast<const float2*>(from + Tile::ROWS * Tile::D + 2 * row));
+                values[z] = __ldcg(reinterpret_cast<const float2*>(from + row * Tile::D + column));
             }
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) high = fmaxf(high, stats[z].x);
@@ -556,19 +569,19 @@ template <typename T> struct FlashArguments {
 };
 static_assert(sizeof(FlashArguments<__half>) == 10 * 8 + 8 * 4, "FlashArguments must match RawArguments");
 
-template <typename T, typename C> __device__ __forceinline__ void attention(const FlashArguments<T>& args) {
+template <typename T, typename Tile> __device__ __forceinline__ void attention(const FlashArguments<T>& args) {
     extern __shared__ __align__(16) unsigned char shared[];
-    __shared__ float row_sinks[C::ROWS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
+    __shared__ float row_sinks[Tile::ROWS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / Tile::WARPS;
     const int kv_head = blockIdx.x, partition = blockIdx.z, heads_per_kv = args.heads / args.kv_heads;
-    const RowTile row_tile = find_row_tile<C>(args.row_tiles, args.tokens, heads_per_kv);
+    const RowTile row_tile = find_row_tile<Tile>(args.row_tiles, args.tokens, heads_per_kv);
     const uint32_t* const table = args.tables + (size_t)row_tile.sequence * args.table_blocks;
-    const int first_row = row_tile.tile * C::ROWS;
-    const int row_count = min(C::ROWS, row_tile.tokens * heads_per_kv - first_row);
-    const BlockRows<C> rows = {kv_head, args.heads, heads_per_kv, row_tile.first_token, first_row, row_count};
-    const int warp_row = warp % C::WARPS * 16 * C::M;
+    const int first_row = row_tile.tile * Tile::ROWS;
+    const int row_count = min(Tile::ROWS, row_tile.tokens * heads_per_kv - first_row);
+    const BlockRows<Tile> rows = {kv_head, args.heads, heads_per_kv, row_tile.first_token, first_row, row_count};
+    const int warp_row = warp % Tile::WARPS * 16 * Tile::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
-    const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
+    const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * Tile::M - 1);
     // Load the sinks early to hide the latency, although the kernel needs them only at the end.
     float sink = -INFINITY;
     if (args.sinks && threadIdx.x < rows.count)
@@ -581,7 +594,7 @@ template <typename T, typename C> __device__ __forceinline__ void attention(cons
     // and start to load them.
     const int position = (int)__ldcg(args.positions + row_tile.first_token), newest = position + last_token;
     const int oldest = args.window > 0 ? max(0, position + first_token - args.window + 1) : 0;
-    const int key_tiles = (newest - oldest) / C::KEYS + 1;
+    const int key_tiles = (newest - oldest) / Tile::KEYS + 1;
     const int partition_tiles = max(args.min_tiles, (key_tiles + (int)gridDim.z - 1) / (int)gridDim.z);
     if (partition * partition_tiles >= key_tiles) return;
     const int partitions = (key_tiles + partition_tiles - 1) / partition_tiles;
@@ -589,87 +602,88 @@ template <typename T, typename C> __device__ __forceinline__ void attention(cons
                                   min(key_tiles, partition * partition_tiles + partition_tiles)};
 
     T* const query_tile = reinterpret_cast<T*>(shared);
-    T* const pipeline = reinterpret_cast<T*>(shared + C::QUERY_BYTES) + team * C::STAGES * 2 * C::KEY_ELEMENTS;
+    T* const pipeline = reinterpret_cast<T*>(shared + Tile::QUERY_BYTES) + team * Tile::STAGES * 2 * Tile::KEY_ELEMENTS;
     const auto load = [&](int tile, int stage) {
-        load_keys_and_values<T, C>(args.k, args.v, pipeline, team_tiles, tile, stage, table, args.kv_heads, kv_head);
+        load_keys_and_values<T, Tile>(args.k, args.v, pipeline, team_tiles, tile, stage, table, args.kv_heads, kv_head);
     };
 #pragma unroll
-    for (int stage = 0; stage < C::STAGES - 1; ++stage) {
-        const int tile = team_tiles.begin + stage * C::TEAMS;
-        if (oldest + tile * C::KEYS + C::KEYS > position) pdl_wait();  // the tile includes keys of this step
+    for (int stage = 0; stage < Tile::STAGES - 1; ++stage) {
+        const int tile = team_tiles.begin + stage * Tile::TEAMS;
+        if (oldest + tile * Tile::KEYS + Tile::KEYS > position) pdl_wait();  // the tile includes keys of this step
         load(tile, stage);
     }
     pdl_wait();
     pdl_launch_dependents();
-    if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(args.q, query_tile, rows);
+    if constexpr (!Tile::QUERIES_IN_REGISTERS) load_queries_to_shared<T, Tile>(args.q, query_tile, rows);
     // With several teams or more than two stages, wait for the queries in shared memory here.
     // With one team and two stages, the first wait of the main loop waits for all copies, including the queries.
-    if constexpr (!C::QUERIES_IN_REGISTERS && (C::TEAMS > 1 || C::STAGES > 2)) {
+    if constexpr (!Tile::QUERIES_IN_REGISTERS && (Tile::TEAMS > 1 || Tile::STAGES > 2)) {
         wait_for_copies<0>();
         __syncthreads();
     }
 
     // 2. Load the queries to registers if they fit, and compute the position of each row.
-    Queries<C> queries;
-    if constexpr (C::QUERIES_IN_REGISTERS) load_queries_to_registers<T, C>(queries, args.q, rows, warp_row, lane);
-    RowInts<C> row_position;
-    set_row_positions<C>(row_position, rows, position, warp_row, lane);
+    QueryFragments<Tile> queries;
+    if constexpr (Tile::QUERIES_IN_REGISTERS) load_queries_to_registers<T, Tile>(queries, args.q, rows, warp_row, lane);
+    RowInts<Tile> row_position;
+    set_row_positions<Tile>(row_position, rows, position, warp_row, lane);
     const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
 
     // 3. Process the key tiles: scores, running maxima, weights, and weighted sums of values.
-    Sums<C> sums = {};
-    RowFloats<C> maxima, totals = {};
+    Sums<Tile> sums = {};
+    RowFloats<Tile> maxima, totals = {};
 #pragma unroll
-    for (int m = 0; m < C::M; ++m) maxima[m][0] = maxima[m][1] = -INFINITY;
+    for (int m = 0; m < Tile::M; ++m) maxima[m][0] = maxima[m][1] = -INFINITY;
     const float factor = args.softcap > 0.0f ? LOG2_E : args.scale * LOG2_E;
     const uint32_t q_lane =
-        shared_address(query_tile) + ((warp_row + lane % 16) * C::STRIDE + lane / 16 * 8) * sizeof(T);
-    const uint32_t k_lane = ((lane % 8 + lane / 16 * 8) * C::STRIDE + lane / 8 % 2 * 8) * sizeof(T);
-    const uint32_t v_lane = (C::KEY_ELEMENTS + (lane % 16) * C::STRIDE + lane / 16 * 8) * sizeof(T);
+        shared_address(query_tile) + ((warp_row + lane % 16) * Tile::STRIDE + lane / 16 * 8) * sizeof(T);
+    const uint32_t k_lane = ((lane % 8 + lane / 16 * 8) * Tile::STRIDE + lane / 8 % 2 * 8) * sizeof(T);
+    const uint32_t v_lane = (Tile::KEY_ELEMENTS + (lane % 16) * Tile::STRIDE + lane / 16 * 8) * sizeof(T);
     int stage = 0;
-    for (int tile = team_tiles.begin; tile < team_tiles.end; tile += C::TEAMS) {
-        wait_for_copies<C::STAGES - 2>();
-        if constexpr (C::WARPS > 1)
+    for (int tile = team_tiles.begin; tile < team_tiles.end; tile += Tile::TEAMS) {
+        wait_for_copies<Tile::STAGES - 2>();
+        if constexpr (Tile::WARPS > 1)
             __syncthreads();
         else
             __syncwarp();
-        load(tile + (C::STAGES - 1) * C::TEAMS, stage == 0 ? C::STAGES - 1 : stage - 1);
-        const uint32_t stage_keys = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS) + k_lane;
+        load(tile + (Tile::STAGES - 1) * Tile::TEAMS, stage == 0 ? Tile::STAGES - 1 : stage - 1);
+        const uint32_t stage_keys = shared_address(pipeline + stage * 2 * Tile::KEY_ELEMENTS) + k_lane;
         const uint32_t stage_values = stage_keys - k_lane + v_lane;
-        stage = stage == C::STAGES - 1 ? 0 : stage + 1;
-        const int key = oldest + tile * C::KEYS;
-        if (key > warp_last || (args.window > 0 && key + C::KEYS - 1 <= warp_first - args.window)) continue;
+        stage = stage == Tile::STAGES - 1 ? 0 : stage + 1;
+        const int key = oldest + tile * Tile::KEYS;
+        if (key > warp_last || (args.window > 0 && key + Tile::KEYS - 1 <= warp_first - args.window)) continue;
 
-        Scores<C> scores = {};
-        multiply_queries_and_keys<T, C>(scores, queries, q_lane, stage_keys);
-        if (args.softcap > 0.0f) cap_scores<C>(scores, args.scale, args.softcap);
-        if (key + C::KEYS - 1 > warp_first || (args.window > 0 && key <= warp_last - args.window)) {
-            mask_scores<C>(scores, row_position, key, args.window, lane);
+        Scores<Tile> scores = {};
+        multiply_queries_and_keys<T, Tile>(scores, queries, q_lane, stage_keys);
+        if (args.softcap > 0.0f) cap_scores<Tile>(scores, args.scale, args.softcap);
+        if (key + Tile::KEYS - 1 > warp_first || (args.window > 0 && key <= warp_last - args.window)) {
+            mask_scores<Tile>(scores, row_position, key, args.window, lane);
         }
-        update_maxima<C>(scores, factor, maxima, totals, sums);
-        accumulate_values<T, C>(scores, factor, maxima, stage_values, totals, sums);
+        update_maxima<Tile>(scores, factor, maxima, totals, sums);
+        accumulate_values<T, Tile>(scores, factor, maxima, stage_values, totals, sums);
     }
-    reduce_totals<C>(totals);
+    reduce_totals<Tile>(totals);
 
     // 4. Write the output, or a partial result if several partitions share the keys of the row tile.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
     __syncthreads();  // after this barrier, the pipeline memory can be reused
     const int tile_index = blockIdx.y * args.kv_heads + kv_head;  // among the row tiles of all KV heads
-    float* const tile_partials = args.partials + (size_t)tile_index * gridDim.z * C::ROWS * (C::D + 2);
-    float* const partial = tile_partials + partition * C::ROWS * (C::D + 2);
-    const Softmax<C> softmax = {maxima, totals, sums};
+    float* const tile_partials = args.partials + (size_t)tile_index * gridDim.z * Tile::ROWS * (Tile::D + 2);
+    float* const partial = tile_partials + partition * Tile::ROWS * (Tile::D + 2);
+    const Softmax<Tile> softmax = {maxima, totals, sums};
     const Results<T> results = {partitions, args.out, partial, row_sinks};
-    if constexpr (C::TEAMS == 1) {
-        store_results<T, C>(results, rows, softmax, warp_row, lane);
+    if constexpr (Tile::TEAMS == 1) {
+        store_results<T, Tile>(results, rows, softmax, warp_row, lane);
     } else {
-        float* const merge_sums = reinterpret_cast<float*>(shared + C::QUERY_BYTES);
-        merge_teams<T, C>(results, rows, softmax, merge_sums, team, lane);
+        float* const merge_sums = reinterpret_cast<float*>(shared + Tile::QUERY_BYTES);
+        merge_teams<T, Tile>(results, rows, softmax, merge_sums, team, lane);
     }
     if (partitions == 1) return;
 
     // 5. The last partition to finish combines all partial results. is_last_block resets the counter for the next
     // launch.
-    if (is_last_block(args.arrivals + tile_index, partitions)) combine_partitions<T, C>(results, rows, tile_partials);
+    if (is_last_block(args.arrivals + tile_index, partitions))
+        combine_partitions<T, Tile>(results, rows, tile_partials);
 }
 
 // TILES selects the table of tile sizes of the kernel (see constants.rs).

@@ -236,8 +236,10 @@ struct Operation {
     size_t buffer, previous_buffer;
 
     __device__ explicit Operation(const Mailboxes& mailboxes) : mailboxes(mailboxes) {
-        number = Scalar::load(mailboxes.state), previous = Scalar::load(mailboxes.state + 1);
-        buffer = buffer_of(mailboxes, number), previous_buffer = buffer_of(mailboxes, number + EXCHANGE_BUFFERS - 1);
+        number = Scalar::load(mailboxes.state);
+        previous = Scalar::load(mailboxes.state + 1);
+        buffer = buffer_of(mailboxes, number);
+        previous_buffer = buffer_of(mailboxes, number + EXCHANGE_BUFFERS - 1);
     }
     // Returns the word offset in a mailbox at which the buffer of operation `number` starts.
     static __device__ __forceinline__ size_t buffer_of(const Mailboxes& mailboxes, uint32_t number) {

@@ -6,8 +6,14 @@
 
 __device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
     const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-    v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
-    v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+    v[0] = low.x;
+    v[1] = low.y;
+    v[2] = low.z;
+    v[3] = low.w;
+    v[4] = high.x;
+    v[5] = high.y;
+    v[6] = high.z;
+    v[7] = high.w;
 }
 // Starts to load 8 values to the L1 cache.
 __device__ __forceinline__ void prefetch_8(const float* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
@@ -218,7 +224,7 @@ __device__ void exchange_add_norm(const float* x, const Partial& partial, const 
             float weights[8];
             load_8(weight + 2 * i, weights);
 #pragma unroll
-            for (int k = 0; k < 8; ++k) v[segment][k] *= scale * weights[k];
+            for (int k = 0; k < 8; ++k) v[segment][k] = v[segment][k] * scale * weights[k];
             const uint4 words = round_to_bf16(v[segment]);
             for (int rank = 0; rank < mailboxes.ranks; ++rank)
                 if (rank != mailboxes.rank)
@@ -315,8 +321,10 @@ __device__ void exchange_add_norm_all(const float* x, const Partial& partial, co
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const uint4 v = words[q];
-                added[4 * q] += __uint_as_float(v.x), added[4 * q + 1] += __uint_as_float(v.y);
-                added[4 * q + 2] += __uint_as_float(v.z), added[4 * q + 3] += __uint_as_float(v.w);
+                added[4 * q] += __uint_as_float(v.x);
+                added[4 * q + 1] += __uint_as_float(v.y);
+                added[4 * q + 2] += __uint_as_float(v.z);
+                added[4 * q + 3] += __uint_as_float(v.w);
             }
         }
     };
