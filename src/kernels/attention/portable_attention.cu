@@ -79,7 +79,10 @@ template <typename T> __device__ void attention(const AttentionArguments<T>& arg
 
     extern __shared__ float shared[];
     float *tops = shared, *totals = shared + warps, *sums = shared + 2 * warps;
-    if (lane == 0) tops[warp] = top, totals[warp] = total;
+    if (lane == 0) {
+        tops[warp] = top;
+        totals[warp] = total;
+    }
 #pragma unroll
     for (int i = 0; i < MAX_LANE_DIMS; ++i) {
         const int d = lane + 32 * i;

@@ -86,7 +86,10 @@ template <typename T, int HEADS> __device__ void split_qkv(const SplitQkvArgumen
     for (int i = lane; i < half; i += 32) {
         float a[HEADS], b[HEADS];
 #pragma unroll
-        for (int h = 0; h < HEADS; ++h) a[h] = value(h, i), b[h] = value(h, i + half);
+        for (int h = 0; h < HEADS; ++h) {
+            a[h] = value(h, i);
+            b[h] = value(h, i + half);
+        }
         const float ci = c[i], si = s[i];
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
@@ -149,8 +152,14 @@ template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_vectori
         if (args.bias) {
             const float4 e = load(args.bias + (size_t)head * head_dim + i),
                          f = load(args.bias + (size_t)head * head_dim + i + half);
-            low[0] += e.x, low[1] += e.y, low[2] += e.z, low[3] += e.w;
-            high[0] += f.x, high[1] += f.y, high[2] += f.z, high[3] += f.w;
+            low[0] += e.x;
+            low[1] += e.y;
+            low[2] += e.z;
+            low[3] += e.w;
+            high[0] += f.x;
+            high[1] += f.y;
+            high[2] += f.z;
+            high[3] += f.w;
         }
         if (head < heads + kv_heads) {
 #pragma unroll

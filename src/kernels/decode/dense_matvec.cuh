@@ -16,8 +16,14 @@ constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 // Returns `sum` plus the dot product of a segment of weights (`w`) and eight inputs (`a` and `b`).
 template <typename T> __device__ __forceinline__ float dot8(uint4 w, float4 a, float4 b, float sum) {
     const float2 w0 = unpack<T>(w.x), w1 = unpack<T>(w.y), w2 = unpack<T>(w.z), w3 = unpack<T>(w.w);
-    sum = fmaf(w0.x, a.x, sum), sum = fmaf(w0.y, a.y, sum), sum = fmaf(w1.x, a.z, sum), sum = fmaf(w1.y, a.w, sum);
-    sum = fmaf(w2.x, b.x, sum), sum = fmaf(w2.y, b.y, sum), sum = fmaf(w3.x, b.z, sum), sum = fmaf(w3.y, b.w, sum);
+    sum = fmaf(w0.x, a.x, sum);
+    sum = fmaf(w0.y, a.y, sum);
+    sum = fmaf(w1.x, a.z, sum);
+    sum = fmaf(w1.y, a.w, sum);
+    sum = fmaf(w2.x, b.x, sum);
+    sum = fmaf(w2.y, b.y, sum);
+    sum = fmaf(w3.x, b.z, sum);
+    sum = fmaf(w3.y, b.w, sum);
     return sum;
 }
 

@@ -56,7 +56,10 @@ __device__ void quantized_gate_up(const NormedVector& x, const QuantizedStack& w
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (x.columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
-    const auto row = [](int strip, int r, int& matrix) { return matrix = r, strip; };
+    const auto row = [](int strip, int r, int& matrix) {
+        matrix = r;
+        return strip;
+    };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, to.rows, row);
     pdl_wait();
     pdl_launch_dependents();

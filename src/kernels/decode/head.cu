@@ -14,7 +14,10 @@ struct Argmax {
     float logit;
     uint32_t token;
     __device__ __forceinline__ void offer(float other, uint32_t other_token) {
-        if (other > logit || (other == logit && other_token < token)) logit = other, token = other_token;
+        if (other > logit || (other == logit && other_token < token)) {
+            logit = other;
+            token = other_token;
+        }
     }
 };
 
@@ -92,7 +95,10 @@ __device__ void quantized_head(const NormedVector& x, const QuantizedStack& weig
     __shared__ Argmax warps[QUANTIZED_WARPS];
     const int groups = (x.columns + 31) / 32, vocab = to.vocab;
     const QuantizedInput input(vector, weight, groups);
-    const auto row = [=](int strip, int r, int& matrix) { return matrix = 0, min(2 * strip + r, vocab - 1); };
+    const auto row = [=](int strip, int r, int& matrix) {
+        matrix = 0;
+        return min(2 * strip + r, vocab - 1);
+    };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, (vocab + 1) / 2, row);
     pdl_wait();
     pdl_launch_dependents();

@@ -164,14 +164,19 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
         if (writes_h) b = __ldg(reinterpret_cast<const float2*>(bias) + (size_t)expert * intermediate + element);
         float low, high;
         stream.multiply(x, lane, low, high);
-        if (lane % 4 == 0) sums[block_tile][warp][lane / 4] = low, sums[block_tile][warp][lane / 4 + 8] = high;
+        if (lane % 4 == 0) {
+            sums[block_tile][warp][lane / 4] = low;
+            sums[block_tile][warp][lane / 4 + 8] = high;
+        }
     }
     __syncthreads();
     if (writes_h) {
         float gate = 0.0f, up = 0.0f;
 #pragma unroll
-        for (int w = 0; w < DECODE_UP_WARPS; ++w)
-            gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
+        for (int w = 0; w < DECODE_UP_WARPS; ++w) {
+            gate += sums[block_tile][w][lane];
+            up += sums[block_tile][w][lane + 8];
+        }
         gate = gate * unscale + b.x;
         up = up * unscale + b.y;
         clamp_gate_up(gate, up, limit);

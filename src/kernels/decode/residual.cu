@@ -53,7 +53,10 @@ __device__ void quantized_residual(const float* partial, float* out, const T* y,
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
-    const auto row = [](int strip, int, int& matrix) { return matrix = 0, strip; };
+    const auto row = [](int strip, int, int& matrix) {
+        matrix = 0;
+        return strip;
+    };
     QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row)> stream(weight, groups, rows, row);
     const Sender sender(mailboxes);
     __syncthreads();

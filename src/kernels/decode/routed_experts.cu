@@ -69,7 +69,8 @@ __device__ void quantized_routed_gate_up(const NormedVector& x, const QuantizedS
     __syncthreads();
     const uint32_t* expert = routing.expert;
     const auto row = [=](int strip, int r, int& matrix) {
-        return matrix = 0, ((int)expert[strip / rows] * 2 + r) * rows + strip % rows;
+        matrix = 0;
+        return ((int)expert[strip / rows] * 2 + r) * rows + strip % rows;
     };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, router.chosen * rows, row);
     const float scale = load_normed(input, x, quantization, scratch);
@@ -232,7 +233,10 @@ __device__ void quantized_routed_down(float* partial, const T* h, const Quantize
     const Sender sender(mailboxes);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);
-    const auto row = [](int strip, int, int& matrix) { return matrix = 0, strip; };
+    const auto row = [](int strip, int, int& matrix) {
+        matrix = 0;
+        return strip;
+    };
     QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row), ChosenGroups> stream(weight, groups, rows, row,
                                                                               ChosenGroups{chosen_rows, rows});
     pdl_wait();

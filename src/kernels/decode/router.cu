@@ -37,7 +37,10 @@ extern "C" __global__ void __launch_bounds__(DECODE_ROUTER_THREADS)
 #pragma unroll
     for (int i = 0; i < PREFETCHED; ++i) {
         const int quad = threadIdx.x + i * blockDim.x;
-        if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(norms + quad);
+        if (quad < quads) {
+            w[i] = load_early(row + quad);
+            n[i] = load_early(norms + quad);
+        }
     }
     // If `normed` is not null, this block writes up to `slice` elements of `normed`, from element `first` on.
     // The first of them that this thread writes is element `own`.
@@ -74,8 +77,11 @@ extern "C" __global__ void __launch_bounds__(DECODE_ROUTER_THREADS)
     }
     __syncthreads();
     squares = dot = largest = 0.0f;
-    for (int i = 0; i < warps; ++i)
-        squares += scratch[0][i], dot += scratch[1][i], largest = fmaxf(largest, scratch[2][i]);
+    for (int i = 0; i < warps; ++i) {
+        squares += scratch[0][i];
+        dot += scratch[1][i];
+        largest = fmaxf(largest, scratch[2][i]);
+    }
     const float rms = rsqrtf(squares / columns + eps);
     const int exponent = largest * rms < 32768.0f ? 0 : ilogbf(largest * rms) - 14;
     const float shrink = rms * exp2f((float)-exponent);

@@ -18,7 +18,10 @@ __device__ __forceinline__ Tf32Pair split_tf32(float value) {
 }
 
 __device__ __forceinline__ void split_tf32(Tf32Pair (&to)[4], const float4& from) {
-    to[0] = split_tf32(from.x), to[1] = split_tf32(from.y), to[2] = split_tf32(from.z), to[3] = split_tf32(from.w);
+    to[0] = split_tf32(from.x);
+    to[1] = split_tf32(from.y);
+    to[2] = split_tf32(from.z);
+    to[3] = split_tf32(from.w);
 }
 
 // Computes sums[m][n] += a[m]·b[n] for all m and n, in f32. Each a[m] is a 16 x 16 matrix, and each b[n] is a 16 x 8

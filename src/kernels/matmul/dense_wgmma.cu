@@ -50,7 +50,10 @@ struct Position {
     int k_steps, tile = 0, k_step = 0;
     __device__ __forceinline__ explicit Position(int k_steps) : k_steps(k_steps) {}
     __device__ __forceinline__ void next() {
-        if (++k_step == k_steps) k_step = 0, ++tile;
+        if (++k_step == k_steps) {
+            k_step = 0;
+            ++tile;
+        }
     }
 };
 
@@ -114,7 +117,10 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[TOKENS / 2], uint32_
         wgmma_wait<1>();
         if (previous >= 0 && lane == 0) barrier_arrive(shared_address(&empty[previous]));
         previous = stage;
-        if (++stage == Ring<TOKENS>::STAGES) stage = 0, parity ^= 1;
+        if (++stage == Ring<TOKENS>::STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
     }
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(shared_address(&empty[previous]));
@@ -149,7 +155,10 @@ template <int TOKENS>
 __device__ __forceinline__ void update_largest(float (&largest)[TOKENS / 4], int (&largest_row)[TOKENS / 4],
                                                const float (&sums)[TOKENS / 2], int row, bool has_row, bool has_below) {
     const auto compare = [&](int t, float logit, int row) {
-        if (logit > largest[t]) largest[t] = logit, largest_row[t] = row;
+        if (logit > largest[t]) {
+            largest[t] = logit;
+            largest_row[t] = row;
+        }
     };
 #pragma unroll
     for (int t = 0; t < TOKENS / 4; ++t) {
@@ -225,7 +234,10 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                 barrier_wait(shared_address(&empty[stage]), parity);
                 copies.copy_w(next, stage);
                 copies.copy_x(next, stage);
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                if (++stage == STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
             }
         }
         return;
@@ -237,7 +249,10 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     float largest[TOKENS / 4];
     int largest_row[TOKENS / 4];
 #pragma unroll
-    for (int t = 0; t < TOKENS / 4; ++t) largest[t] = -INFINITY, largest_row[t] = 0;
+    for (int t = 0; t < TOKENS / 4; ++t) {
+        largest[t] = -INFINITY;
+        largest_row[t] = 0;
+    }
     for (int tile = 0, stage = 0, parity = 0; tile < tiles; ++tile) {
         // 2. Multiply.
         float sums[TOKENS / 2] = {};

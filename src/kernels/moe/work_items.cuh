@@ -46,7 +46,8 @@ __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int expe
             item.row = rows_before + __shfl_sync(ALL_LANES, end_row - rows, owner);
             return true;
         }
-        before += __shfl_sync(ALL_LANES, end, 31), rows_before += __shfl_sync(ALL_LANES, end_row, 31);
+        before += __shfl_sync(ALL_LANES, end, 31);
+        rows_before += __shfl_sync(ALL_LANES, end_row, 31);
     }
     return false;
 }

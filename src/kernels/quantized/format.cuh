@@ -77,20 +77,28 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
     const uint8_t* low = m.low + group * L::low;
     if constexpr (L::low == 8) {
         const uint2 v = load_stream_8(low);
-        raw.words[0] = v.x, raw.words[1] = v.y;
+        raw.words[0] = v.x;
+        raw.words[1] = v.y;
     } else {
         const uint4 v = load_stream_16(low);
-        raw.words[0] = v.x, raw.words[1] = v.y, raw.words[2] = v.z, raw.words[3] = v.w;
+        raw.words[0] = v.x;
+        raw.words[1] = v.y;
+        raw.words[2] = v.z;
+        raw.words[3] = v.w;
     }
     if constexpr (L::low == 32) {
         const uint4 v = load_stream_16(low + 16);
-        raw.words[4] = v.x, raw.words[5] = v.y, raw.words[6] = v.z, raw.words[7] = v.w;
+        raw.words[4] = v.x;
+        raw.words[5] = v.y;
+        raw.words[6] = v.z;
+        raw.words[7] = v.w;
     }
     constexpr int high_word = L::low / 4;
     if constexpr (L::high == 4) raw.words[high_word] = load_stream_4(m.high + group * 4);
     if constexpr (L::high == 8) {
         const uint2 v = load_stream_8(m.high + group * 8);
-        raw.words[high_word] = v.x, raw.words[high_word + 1] = v.y;
+        raw.words[high_word] = v.x;
+        raw.words[high_word + 1] = v.y;
     }
     load_scales<F>(raw, m, group);
 }
@@ -180,21 +188,26 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
     uint32_t first, second;
     if constexpr (L::low == 32) {
         const uint2 two = __ldg(reinterpret_cast<const uint2*>(low) + p);
-        first = two.x, second = two.y;
+        first = two.x;
+        second = two.y;
     } else if constexpr (L::low == 16) {
         const uint32_t w = __ldg(reinterpret_cast<const uint32_t*>(low) + p);
-        first = w & LOW_4_BITS, second = w >> 4 & LOW_4_BITS;
+        first = w & LOW_4_BITS;
+        second = w >> 4 & LOW_4_BITS;
     } else {
         const uint32_t w = __ldg(reinterpret_cast<const uint32_t*>(low) + p / 2) >> (4 * (p % 2));
-        first = w & LOW_2_BITS, second = w >> 2 & LOW_2_BITS;
+        first = w & LOW_2_BITS;
+        second = w >> 2 & LOW_2_BITS;
     }
     if constexpr (L::high == 4) {
         const uint32_t h = __ldg(reinterpret_cast<const uint32_t*>(m.high + at * 4)) >> (2 * p);
-        first |= (h & LOW_BIT) << bits, second |= (h >> 1 & LOW_BIT) << bits;
+        first |= (h & LOW_BIT) << bits;
+        second |= (h >> 1 & LOW_BIT) << bits;
     }
     if constexpr (L::high == 8) {
         const uint32_t h = __ldg(reinterpret_cast<const uint32_t*>(m.high + at * 8) + p / 2) >> (4 * (p % 2));
-        first |= (h & LOW_2_BITS) << bits, second |= (h >> 2 & LOW_2_BITS) << bits;
+        first |= (h & LOW_2_BITS) << bits;
+        second |= (h >> 2 & LOW_2_BITS) << bits;
     }
     RawGroup raw;
     load_scales<F>(raw, m, at);

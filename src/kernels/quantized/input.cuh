@@ -71,7 +71,8 @@ struct QuantizedInput {
             const int q[4] = {__float2int_rn(v.x * inverse), __float2int_rn(v.y * inverse),
                               __float2int_rn(v.z * inverse), __float2int_rn(v.w * inverse)};
             int sum = q[0] + q[1] + q[2] + q[3];
-            sum += __shfl_xor_sync(ALL_LANES, sum, 1), sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             if (!is_inside) continue;
             // The low byte is signed. If it is negative, adding 128 before the shift makes the high byte one larger.
             // 256 · high + low is therefore exactly q.
@@ -82,7 +83,8 @@ struct QuantizedInput {
                 low |= (uint32_t)(q[c] & 0xff) << (8 * c);
             }
             uint32_t* words = reinterpret_cast<uint32_t*>(pieces + (j / 4) * stride + group) + j % 4;
-            words[0] = high, words[8 * stride] = low;  // the low bytes are two pieces (8 · stride words) further
+            words[0] = high;
+            words[8 * stride] = low;  // the low bytes are two pieces (8 · stride words) further
             if (j % 4 == 0) reinterpret_cast<int*>(sums + group)[j / 4] = sum;
             if (j == 0) scales[group] = scale;
         }

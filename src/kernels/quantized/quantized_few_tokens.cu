@@ -70,7 +70,7 @@ template <typename T, int F> struct GroupScaling {
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
             const T rounded = from_float<T>(s.scale[half]);
-            scale[half] = Pair<T>::both(to_float(rounded)),
+            scale[half] = Pair<T>::both(to_float(rounded));
             rest[half] = Pair<T>::both(s.scale[half] - to_float(rounded));
             min[half] = Pair<T>::both(-s.min[half]);
         }
@@ -91,7 +91,12 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
     const uint32_t q = quad<F>(raw, j);
     if constexpr (L::low == 32) {
         float4 v = to_floats<F>(q);
-        if (!L::has_row_scale) v.x *= s.first_scale, v.y *= s.first_scale, v.z *= s.first_scale, v.w *= s.first_scale;
+        if (!L::has_row_scale) {
+            v.x *= s.first_scale;
+            v.y *= s.first_scale;
+            v.z *= s.first_scale;
+            v.w *= s.first_scale;
+        }
         return make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
     } else {
         const Two zero = Pair<T>::both(Pair<T>::BIAS + L::zero);
@@ -162,7 +167,10 @@ template <typename T, int N> struct Block {
                 for (int k = 0; k < 2; ++k) {
                     const uint2 low = convert_quad<T, F>(raw[2 * m], s[2 * m], j + k);
                     const uint2 high = convert_quad<T, F>(raw[2 * m + 1], s[2 * m + 1], j + k);
-                    a[m][k][0] = low.x, a[m][k][1] = high.x, a[m][k][2] = low.y, a[m][k][3] = high.y;
+                    a[m][k][0] = low.x;
+                    a[m][k][1] = high.x;
+                    a[m][k][2] = low.y;
+                    a[m][k][3] = high.y;
                 }
 #pragma unroll
             for (int n = 0; n < N / 8; ++n) {
@@ -208,7 +216,11 @@ template <typename T, int N> struct Block {
             const int group = min(load_k_step * K_STEP_GROUPS + lane % 4, groups - 1);
 #pragma unroll
             for (int r = 0; r < 4; ++r) load_group<F>(next[r], matrix, first_group[r] + group);
-            if (++load_k_step == k_steps) load_k_step = 0, row += ROWS, start_tile();
+            if (++load_k_step == k_steps) {
+                load_k_step = 0;
+                row += ROWS;
+                start_tile();
+            }
         };
         load_next();
 
@@ -228,7 +240,8 @@ template <typename T, int N> struct Block {
             ++k_step;
             if (--left > 0 && k_step < range.end) continue;
             finish<F>(range, first, k_step, sums);
-            first = k_step, left = k_steps;
+            first = k_step;
+            left = k_steps;
 #pragma unroll
             for (int i = 0; i < 2 * TOKEN_TILES * 4; ++i)
                 sums[i / (4 * TOKEN_TILES)][i / 4 % TOKEN_TILES][i % 4] = 0.0f;
@@ -268,7 +281,10 @@ template <typename T, int N> struct Block {
             for (int i = 0; i < VECTORS; ++i) {
                 const float4 v = __ldcg(partial(block) + i * 32);
                 float4& sum = vector(i);
-                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+                sum.x += v.x;
+                sum.y += v.y;
+                sum.z += v.z;
+                sum.w += v.w;
             }
         return true;
     }
@@ -322,7 +338,8 @@ __device__ void multiply_few(const T* x, const float* x_scales, const QuantizedS
         if (range.begin < range.end)
             with_format(weights.matrices[m].format,
                         [&](auto format) { block.template run<decltype(format)::value>(range); });
-        first_tile = last_tile, first_row += rows;
+        first_tile = last_tile;
+        first_row += rows;
     }
 }
 

@@ -25,9 +25,13 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
     const QuantizedInput input(vector, weights, groups);
     const int last = weights.row_ends[0] - rows;  // with ids: the first row of the last expert
     const int first = ids ? (int)min((uint64_t)ids[blockIdx.y] * rows, (uint64_t)last) : 0;
-    const auto row = [=](int strip, int r, int& matrix) { return matrix = 0, first + min(2 * strip + r, rows - 1); };
+    const auto row = [=](int strip, int r, int& matrix) {
+        matrix = 0;
+        return first + min(2 * strip + r, rows - 1);
+    };
     QuantizedStream<2, 2, decltype(row)> stream(weights, groups, (rows + 1) / 2, row);
-    x += (size_t)(blockIdx.y / pairs_per_x) * columns, y += (size_t)blockIdx.y * stride;
+    x += (size_t)(blockIdx.y / pairs_per_x) * columns;
+    y += (size_t)blockIdx.y * stride;
     const auto one = [=](int i) { return i < columns ? to_float(x[i]) : 0.0f; };
     const auto quad = [=](int i) { return make_float4(one(4 * i), one(4 * i + 1), one(4 * i + 2), one(4 * i + 3)); };
     float scale = 1.0f;
@@ -108,7 +112,8 @@ template <typename T>
 __device__ void quantize_rows(const T* x, uint8_t* q, float* scales, int columns, int padded,
                               QuantizationArgs quantization) {
     __shared__ float scratch[QUANTIZED_ROW_THREADS / 32];
-    x += (size_t)blockIdx.x * columns, q += (size_t)blockIdx.x * padded;
+    x += (size_t)blockIdx.x * columns;
+    q += (size_t)blockIdx.x * padded;
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
     const float scale =
@@ -130,7 +135,8 @@ __device__ void quantize_rows(const T* x, uint8_t* q, float* scales, int columns
 template <typename T>
 __device__ void fake_quantize(const T* x, T* y, float* scales, int columns, QuantizationArgs quantization) {
     __shared__ float scratch[QUANTIZED_ROW_THREADS / 32];
-    x += (size_t)blockIdx.x * columns, y += (size_t)blockIdx.x * columns;
+    x += (size_t)blockIdx.x * columns;
+    y += (size_t)blockIdx.x * columns;
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
     const float scale =

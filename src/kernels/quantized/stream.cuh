@@ -24,7 +24,8 @@ __device__ __forceinline__ void multiply_integers(const RawGroup (&raw)[ROWS], c
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int q = quad<F>(raw[r], 4 * h + j);
-                high_sum = __dp4a(q, word(high, j), high_sum), low_sum = __dp4a(q, word(low, j), low_sum);
+                high_sum = __dp4a(q, word(high, j), high_sum);
+                low_sum = __dp4a(q, word(low, j), low_sum);
             }
             half_sums[h][r] = high_sum * 256 + low_sum;
         }

@@ -21,7 +21,10 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
 #pragma unroll 8  // so that several loads are in flight
     for (int i = start + (int)threadIdx.x; i < end; i += BEST_LOGITS_THREADS) {
         const float logit = row[i];
-        if (logit > top) top = logit, id = i;
+        if (logit > top) {
+            top = logit;
+            id = i;
+        }
     }
     const unsigned long long largest = warp_max(candidate_key(top, first_token + id));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;

@@ -47,9 +47,15 @@ template <bool BY_MASS> struct CutoffSearch {
             target = rest;
             __syncthreads();  // wait before `rest` is overwritten below
         }
-        if (threadIdx.x == 0) chosen = 0, rest = 0;
+        if (threadIdx.x == 0) {
+            chosen = 0;
+            rest = 0;
+        }
         __syncthreads();
-        if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
+        if (bin >= 0 && value > 0 && sum >= target && sum - value < target) {
+            chosen = bin;
+            rest = target - (sum - value);
+        }
         // If the target is 0, choose the highest bin that is not empty.
         if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
         __syncthreads();

@@ -32,7 +32,10 @@ extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
     for (uint32_t i = counts + 2 * threadIdx.x; i < end; i += 2 * ROW_EDITS_THREADS) {
         const uint32_t token = description[i];
         uint32_t generated = description[i + 1];
-        if (token == last) is_counted = true, ++generated;
+        if (token == last) {
+            is_counted = true;
+            ++generated;
+        }
         logits[token] = penalize(logits[token], generated, repetition, frequency, presence);
     }
     __syncthreads();

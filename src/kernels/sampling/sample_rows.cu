@@ -197,7 +197,11 @@ __device__ uint32_t row_cutoff(const Row& row, uint32_t floor, float share, unsi
                                CutoffMemory& memory, unsigned long long* warps) {
     sync_row<BLOCKS>();  // slower warps may still read `memory` for an earlier cutoff
     memory.bins[threadIdx.x] = 0;
-    if (threadIdx.x == 0) memory.count = 0, memory.bin = 0, memory.rest = 0;
+    if (threadIdx.x == 0) {
+        memory.count = 0;
+        memory.bin = 0;
+        memory.rest = 0;
+    }
     __syncthreads();
     each_key_of_block<2, Order::Forward>(row, [&](uint32_t key) {
         const unsigned long long mass = row.mass(key);
@@ -211,8 +215,10 @@ __device__ uint32_t row_cutoff(const Row& row, uint32_t floor, float share, unsi
     if (BY_MASS) target = (double)share * (double)memory.all;
     if (target > memory.all) return 0;
     // If the target is 0, choose the first bin that is not empty.
-    if (value > 0 && sum >= target && sum - value < max(target, 1ull))
-        memory.bin = threadIdx.x, memory.rest = target - min(target, sum - value);
+    if (value > 0 && sum >= target && sum - value < max(target, 1ull)) {
+        memory.bin = threadIdx.x;
+        memory.rest = target - min(target, sum - value);
+    }
     __syncthreads();
     const int bin = memory.bin;
     const auto is_in_bin = [&](uint32_t key) { return key >= floor && row.bin(key) == bin && row.mass(key) > 0; };
@@ -258,7 +264,10 @@ template <int BLOCKS> __device__ __forceinline__ void find_extremes(const Row& r
         // fmaxf and fminf ignore NaN. Comparisons with NaN are false.
         const float largest = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)),
                     smallest = fminf(fminf(v.x, v.y), fminf(v.z, v.w));
-        if (largest >= top) top = largest, top_four = id;
+        if (largest >= top) {
+            top = largest;
+            top_four = id;
+        }
         if (smallest > -INFINITY)
             bottom = fminf(bottom, smallest);
         else

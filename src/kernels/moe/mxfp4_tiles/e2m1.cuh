@@ -46,12 +46,15 @@ __host__ __device__ constexpr int grouped_row(int g) { return g / 2 * 4 + g % 2;
 template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uint32_t high, uint32_t (&items)[4]) {
     if constexpr (PART == 0) {
         // Shifts can replace the rotations here, because E2M1_BITS selects no bit that wraps around.
-        items[0] = low & E2M1_BITS, items[1] = high << 2 & E2M1_BITS;
-        items[2] = low << 4 & E2M1_BITS, items[3] = high << 6 & E2M1_BITS;
+        items[0] = low & E2M1_BITS;
+        items[1] = high << 2 & E2M1_BITS;
+        items[2] = low << 4 & E2M1_BITS;
+        items[3] = high << 6 & E2M1_BITS;
     } else {
         // Computes (low & E2M1_FREE_LOW) | (high & ~E2M1_FREE_LOW), in a form that compiles to one instruction.
         const uint32_t merged = ((low ^ high) & E2M1_FREE_LOW) ^ high;
-        items[0] = __funnelshift_l(low, low, 10) & E2M1_BITS, items[1] = __funnelshift_l(high, high, 12) & E2M1_BITS;
+        items[0] = __funnelshift_l(low, low, 10) & E2M1_BITS;
+        items[1] = __funnelshift_l(high, high, 12) & E2M1_BITS;
         items[2] = __funnelshift_l(merged, merged, 8) & E2M1_BITS;
         items[3] = __funnelshift_l(merged, merged, 14) & E2M1_BITS;
     }

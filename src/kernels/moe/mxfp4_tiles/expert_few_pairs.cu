@@ -65,8 +65,12 @@ struct Cursor {
     }
     __device__ __forceinline__ void next() {
         int tiles = K_STEPS;
-        if (++bundle == bundles) bundle = 0, tiles += k_steps;  // skip the second row tile
-        block += tiles * MXFP4_TILE_BYTES, scale += tiles * MXFP4_TILE_SCALE_BYTES;
+        if (++bundle == bundles) {  // skip the second row tile
+            bundle = 0;
+            tiles += k_steps;
+        }
+        block += tiles * MXFP4_TILE_BYTES;
+        scale += tiles * MXFP4_TILE_SCALE_BYTES;
     }
 };
 
@@ -119,8 +123,10 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
                 multiply_add<T>(part, a[0], b[0][0], b[0][1]);
                 multiply_add<T>(part, a[1], b[0][2], b[0][3]);
                 const float scale = scale_of(scales[m], 2 * block), scale8 = scale_of(scales[m], 2 * block + 1);
-                sums[m][0][0] += scale * part[0], sums[m][0][1] += scale * part[1];
-                sums[m][0][2] += scale8 * part[2], sums[m][0][3] += scale8 * part[3];
+                sums[m][0][0] += scale * part[0];
+                sums[m][0][1] += scale * part[1];
+                sums[m][0][2] += scale8 * part[2];
+                sums[m][0][3] += scale8 * part[3];
             } else {
                 unpack_items<T, 0>(low, high, factors[m][block], a[0]);
                 unpack_items<T, 1>(low, high, factors[m][block], a[1]);
@@ -163,7 +169,10 @@ template <int N> __device__ __forceinline__ void add_partial(Sums<N>& sums, cons
     for (int i = 0; i < 2 * N; ++i) {
         const float4 part = partials[(warp * 2 * N + i) * 32 + lane];
         float (&sum)[4] = sums[i / N][i % N];
-        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+        sum[0] += part.x;
+        sum[1] += part.y;
+        sum[2] += part.z;
+        sum[3] += part.w;
     }
 }
 
@@ -218,7 +227,10 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
             is_open = true;
         }
         if (ends_here) {
-            bundle = 0, ++row_pair, starts_here = true, x = x_start;
+            bundle = 0;
+            ++row_pair;
+            starts_here = true;
+            x = x_start;
             clear<N>(sums);
         }
     }

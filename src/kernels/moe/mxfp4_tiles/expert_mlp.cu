@@ -59,12 +59,16 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
 __device__ __forceinline__ void load_segment(const float* from, size_t index, float2 (&v)[4]) {
     const float4* quads = reinterpret_cast<const float4*>(from) + 2 * index;
     const float4 low = quads[0], high = quads[1];
-    v[0] = {low.x, low.y}, v[1] = {low.z, low.w}, v[2] = {high.x, high.y}, v[3] = {high.z, high.w};
+    v[0] = {low.x, low.y};
+    v[1] = {low.z, low.w};
+    v[2] = {high.x, high.y};
+    v[3] = {high.z, high.w};
 }
 template <typename T> __device__ __forceinline__ void store_segment(T* to, size_t index, const float2 (&v)[4]) {
     if constexpr (sizeof(T) == 4) {
         float4* quads = reinterpret_cast<float4*>(to) + 2 * index;
-        quads[0] = {v[0].x, v[0].y, v[1].x, v[1].y}, quads[1] = {v[2].x, v[2].y, v[3].x, v[3].y};
+        quads[0] = {v[0].x, v[0].y, v[1].x, v[1].y};
+        quads[1] = {v[2].x, v[2].y, v[3].x, v[3].y};
     } else {
         const auto packed = [&](int k) { return pack<T>(v[k].x, v[k].y); };
         reinterpret_cast<uint4*>(to)[index] = make_uint4(packed(0), packed(1), packed(2), packed(3));
@@ -125,7 +129,8 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
         add_outputs(added, y, weights, token, i, segments, chosen);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            v[h][k].x += added[k].x, v[h][k].y += added[k].y;
+            v[h][k].x += added[k].x;
+            v[h][k].y += added[k].y;
             squares += v[h][k].x * v[h][k].x + v[h][k].y * v[h][k].y;
         }
         store_segment(sum, row + i, v[h]);

@@ -17,7 +17,8 @@ __device__ __forceinline__ void add_outputs(float2 (&sum)[4], const T* y, const 
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const float2 value = unpack<T>(words[k]);
-            sum[k].x += weight * value.x, sum[k].y += weight * value.y;
+            sum[k].x += weight * value.x;
+            sum[k].y += weight * value.y;
         }
     }
 }

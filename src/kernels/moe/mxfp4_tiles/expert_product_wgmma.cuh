@@ -104,8 +104,14 @@ public:
         x = first_x = warp_uniform(wgmma_descriptor(ring));
     }
     __device__ __forceinline__ void next() {
-        stage += Stage<S>::BYTES, x += Stage<S>::BYTES / 16;
-        if (--left == 0) stage = first, x = first_x, left = S::STAGES, parity ^= 1;
+        stage += Stage<S>::BYTES;
+        x += Stage<S>::BYTES / 16;
+        if (--left == 0) {
+            stage = first;
+            x = first_x;
+            left = S::STAGES;
+            parity ^= 1;
+        }
     }
 };
 
@@ -127,7 +133,8 @@ class Turns {
 public:
     __device__ __forceinline__ explicit Turns(const uint64_t (&barriers)[WARPGROUPS]) {
         const int warpgroup = threadIdx.x / 128;
-        own = shared_address(&barriers[warpgroup]), next = shared_address(&barriers[(warpgroup + 1) % WARPGROUPS]);
+        own = shared_address(&barriers[warpgroup]);
+        next = shared_address(&barriers[(warpgroup + 1) % WARPGROUPS]);
         // Warpgroup 0 has the first turn. A wait for the phase before the first one ends at once.
         parity = warpgroup == 0 ? 1 : 0;
     }

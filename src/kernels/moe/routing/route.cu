@@ -104,7 +104,10 @@ __device__ __forceinline__ void sort_pairs(const SortedPairs& results, const Sor
             const int e = min(base + lane, experts - 1);
             uint32_t counts[WARPS], count = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) counts[w] = next[w][e], count += counts[w];
+            for (int w = 0; w < WARPS; ++w) {
+                counts[w] = next[w][e];
+                count += counts[w];
+            }
             if (base + lane >= experts) count = 0;
             const uint32_t both = (8 - count % 8) % 8 << 16 | count;
             const uint32_t sum = warp_prefix_sum(both);

@@ -33,7 +33,10 @@ struct Routing {
             uint32_t best = 0, id = NO_EXPERT;
             const auto offer = [&](int i, float logit) {
                 const uint32_t key = taken >> i & 1 ? 0u : isnan(logit) ? 1u : sort_key(logit);
-                if (key > best) best = key, id = lane + 32 * i;
+                if (key > best) {
+                    best = key;
+                    id = lane + 32 * i;
+                }
             };
             if (lane < experts) offer(0, held[0]);
             if (experts > 32) {
@@ -47,7 +50,10 @@ struct Routing {
             if (id % 32 == lane) taken |= 1u << (id / 32);
             const float logit = largest <= 1 ? -INFINITY : from_sort_key(largest);
             if (n == 0) top = logit;
-            if (n == lane) own = logit, expert[n] = id;
+            if (n == lane) {
+                own = logit;
+                expert[n] = id;
+            }
         }
         const float exponential = lane < chosen ? expf(own - top) : 0.0f;
         float total = exponential;

@@ -23,17 +23,26 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
         for (int i = 0; lane + 32 * i < experts; ++i) {
             const float logit = to_float(row[lane + 32 * i]);
             const float value = isnan(logit) ? -INFINITY : logit;
-            if (!(taken >> i & 1) && (value > best || best_id == NO_EXPERT)) best = value, best_id = lane + 32 * i;
+            if (!(taken >> i & 1) && (value > best || best_id == NO_EXPERT)) {
+                best = value;
+                best_id = lane + 32 * i;
+            }
         }
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) {
             const float other = __shfl_xor_sync(ALL_LANES, best, offset);
             const int other_id = __shfl_xor_sync(ALL_LANES, best_id, offset);
             const bool wins = best_id == NO_EXPERT || other > best || (other == best && other_id < best_id);
-            if (other_id != NO_EXPERT && wins) best = other, best_id = other_id;
+            if (other_id != NO_EXPERT && wins) {
+                best = other;
+                best_id = other_id;
+            }
         }
         if (round == 0) top = best;
-        if (lane == round) mine = best, mine_id = best_id;
+        if (lane == round) {
+            mine = best;
+            mine_id = best_id;
+        }
         if (best_id % 32 == lane) taken |= 1u << (best_id / 32);
     }
     const float weight = lane < chosen ? expf(mine - top) : 0.0f;
