@@ -47,60 +47,77 @@ pub struct CacheLayout {
     windows: Vec<Option<usize>>,
     /// The index in the model of the first layer of the cache.
     first_layer: usize,
-    /// For each layer of the cache, its layer group and its index among the layers of that group in the cache.
-    places: Vec<(usize, usize)>,
+    /// The place of each layer of the cache, in layer order.
+    places: Vec<LayerPlace>,
     /// For each layer group, the number of its layers before `first_layer`.
     earlier_layers: Vec<usize>,
     /// The number of layers for which a block has room. A layer group may have fewer layers in the cache.
     layers_per_group: usize,
-    /// The number of KV heads and the head size of every layer.
+    /// The shape that all layers share.
     /// `None` if layers differ or there are no layers: [`KvCache::new`] then fails.
-    heads: Option<(usize, usize)>,
+    shape: Option<KvShape>,
     /// The number of elements in the keys of one token in one layer. If layers differ, the maximum over the layers.
-    row: usize,
+    row_elements: usize,
+}
+
+/// The place of one layer in a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct LayerPlace {
+    group: usize,
+    /// The index of the layer among the layers of `group` that are in the cache.
+    index: usize,
+}
+
+/// The shape of one token's keys, and of its values, in one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct KvShape {
+    kv_heads: usize,
+    head_dim: usize,
+}
+
+/// All layers of a model that have the same attention window.
+struct WindowClass {
+    window: Option<usize>,
+    /// The indices of the layers in the model.
+    layers: Vec<usize>,
 }
 
 impl CacheLayout {
     /// Groups the layers of a model by attention window.
     pub fn new(layers: &[LayerSpec]) -> Self {
-        let heads = layers.first().map(|layer| (layer.kv_heads, layer.head_dim));
-        let heads = heads.filter(|&heads| layers.iter().all(|layer| (layer.kv_heads, layer.head_dim) == heads));
-        let row = layers.iter().map(|layer| layer.kv_heads.saturating_mul(layer.head_dim)).max().unwrap_or(0);
-        // The distinct windows in order of first occurrence, each with its number of layers.
-        let mut classes: Vec<(Option<usize>, usize)> = Vec::new();
-        for layer in layers {
-            match classes.iter_mut().find(|(window, _)| *window == layer.window) {
-                Some((_, count)) => *count += 1,
-                None => classes.push((layer.window, 1)),
-            }
-        }
-        let layers_per_group = classes.iter().map(|&(_, count)| count).min().unwrap_or(0);
-        let (mut windows, mut places) = (Vec::new(), vec![(0, 0); layers.len()]);
-        for (window, _) in classes {
-            let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
-            let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
+        let shape = |layer: &LayerSpec| KvShape { kv_heads: layer.kv_heads, head_dim: layer.head_dim };
+        let common_shape = layers.first().map(shape).filter(|first| layers.iter().all(|layer| shape(layer) == *first));
+        let row_elements = layers.iter().map(|layer| layer.kv_heads.saturating_mul(layer.head_dim)).max().unwrap_or(0);
+        let classes = window_classes(layers);
+        let layers_per_group = classes.iter().map(|class| class.layers.len()).min().unwrap_or(0);
+        let (mut windows, mut places) = (Vec::new(), vec![LayerPlace { group: 0, index: 0 }; layers.len()]);
+        for class in classes {
+            let (first, groups) = (windows.len(), class.layers.len().div_ceil(layers_per_group));
             // Assign the layers to the groups in turn, so that any range of layers is spread evenly over the groups.
             // The blocks of a layout from `of_layers` then need room for as few layers as possible.
-            for (index, layer) in members.into_iter().enumerate() {
-                places[layer] = (first + index % groups, index / groups);
+            for (nth, layer) in class.layers.into_iter().enumerate() {
+                places[layer] = LayerPlace { group: first + nth % groups, index: nth / groups };
             }
-            windows.resize(first + groups, window);
+            windows.resize(first + groups, class.window);
         }
         let earlier_layers = vec![0; windows.len()];
-        Self { windows, first_layer: 0, places, earlier_layers, layers_per_group, heads, row }
+        Self { windows, first_layer: 0, places, earlier_layers, layers_per_group, shape: common_shape, row_elements }
     }
 
     /// Returns the layout of a cache that holds only the layers in `range`. `self` must be the layout of all layers.
     /// The layer groups and block tables stay the same, but a block has room only for the layers that are in `range`.
     pub fn of_layers(&self, range: Range<usize>) -> Self {
+        // The number of layers of each layer group that are in the cache.
         let mut counts = vec![0; self.groups()];
-        let places = self.places[range.clone()].iter().map(|&(group, _)| {
+        let mut places = Vec::with_capacity(range.len());
+        for &LayerPlace { group, .. } in &self.places[range.clone()] {
+            places.push(LayerPlace { group, index: counts[group] });
             counts[group] += 1;
-            (group, counts[group] - 1)
-        });
-        let places = places.collect();
+        }
         let mut earlier_layers = self.earlier_layers.clone();
-        self.places[..range.start].iter().for_each(|&(group, _)| earlier_layers[group] += 1);
+        for place in &self.places[..range.start] {
+            earlier_layers[place.group] += 1;
+        }
         let layers_per_group = counts.into_iter().max().unwrap_or(0);
         Self { first_layer: range.start, places, earlier_layers, layers_per_group, ..self.clone() }
     }
@@ -110,20 +127,26 @@ impl CacheLayout {
         &self.windows
     }
 
-    /// Returns the number of layer groups.
+    /// Returns the number of layer groups. A sequence has one block table per layer group.
     pub fn groups(&self) -> usize {
         self.windows.len()
     }
 
     /// Returns the layer group of the layer with index `layer` in the model.
     pub fn group(&self, layer: usize) -> usize {
-        self.places[layer - self.first_layer].0
+        self.place(layer).group
+    }
+
+    /// Returns the place of the layer with index `layer` in the model.
+    fn place(&self, layer: usize) -> LayerPlace {
+        self.places[layer - self.first_layer]
     }
 
     /// Returns the size of one block in bytes: [`BLOCK_TOKENS`] positions in as many layers as a block has room for.
     pub fn block_bytes(&self, dtype: DType) -> u64 {
-        let row = (self.row as u64).saturating_mul(2 * dtype.size_in_bytes() as u64);
-        row.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
+        // One row of keys and one row of values.
+        let row_bytes = (self.row_elements as u64).saturating_mul(2 * dtype.size_in_bytes() as u64);
+        row_bytes.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
     }
 
     /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once, in all layer groups
@@ -131,6 +154,18 @@ impl CacheLayout {
     pub fn peak_blocks(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
+}
+
+/// Returns the window classes of a model's layers, in the order of their first layers.
+fn window_classes(layers: &[LayerSpec]) -> Vec<WindowClass> {
+    let mut classes: Vec<WindowClass> = Vec::new();
+    for (index, layer) in layers.iter().enumerate() {
+        match classes.iter_mut().find(|class| class.window == layer.window) {
+            Some(class) => class.layers.push(index),
+            None => classes.push(WindowClass { window: layer.window, layers: vec![index] }),
+        }
+    }
+    classes
 }
 
 /// Like [`CacheLayout::peak_blocks`], but for one layer group whose attention window is `window`.
@@ -213,13 +248,21 @@ pub struct GroupedLayer<'c> {
     pub v: &'c Tensor,
 }
 
+/// The keys and values of one layer of each layer group. These layers use different blocks of the same tensors.
+/// Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
+struct LayerTensors {
+    /// The keys, `[rows, kv_heads, head_dim]`.
+    k: Tensor,
+    /// The values, `[rows, kv_heads, head_dim]`.
+    v: Tensor,
+}
+
 /// The keys and values of all sequences, in the layers of one rank.
 pub struct KvCache {
     layout: CacheLayout,
     blocks: usize,
-    /// Entry i holds the keys and the values of layer i of each layer group, both `[rows, kv_heads, head_dim]`.
-    /// Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
-    layers: Vec<(Tensor, Tensor)>,
+    /// Entry i holds the keys and the values of layer i of each layer group.
+    layers: Vec<LayerTensors>,
     device: Device,
 }
 
@@ -227,11 +270,12 @@ impl KvCache {
     /// Allocates a cache of `blocks` blocks, filled with zeros.
     /// Fails if the model's layers differ in KV heads or head size, or if the model has no layers.
     pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let Some((kv_heads, head_dim)) = layout.heads else {
+        let Some(KvShape { kv_heads, head_dim }) = layout.shape else {
             bail!("cannot allocate a KV cache: the layers differ in their number of KV heads or in their head size");
         };
         let shape = (blocks * BLOCK_TOKENS, kv_heads, head_dim);
-        let layer = |_| Ok((Tensor::zeros(shape, dtype, device)?, Tensor::zeros(shape, dtype, device)?));
+        let zeros = || Tensor::zeros(shape, dtype, device);
+        let layer = |_| Ok(LayerTensors { k: zeros()?, v: zeros()? });
         let layers = (0..layout.layers_per_group).map(layer).collect::<Result<_>>()?;
         Ok(Self { layout, blocks, layers, device: device.clone() })
     }
@@ -264,27 +308,26 @@ impl KvCache {
 
     /// Returns the keys and values of the layer with index `layer` in the model.
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
-        let (_, index) = self.layout.places[layer - self.layout.first_layer];
-        let (k, v) = &self.layers[index];
+        let LayerTensors { k, v } = &self.layers[self.layout.place(layer).index];
         CachedLayer { k, v }
     }
 
     /// Returns all layers in this cache, in layer order.
     pub fn own_layers(&self) -> impl Iterator<Item = GroupedLayer<'_>> {
-        self.layout.places.iter().map(|&(group, index)| {
-            let (k, v) = &self.layers[index];
+        self.layout.places.iter().map(|&LayerPlace { group, index }| {
+            let LayerTensors { k, v } = &self.layers[index];
             GroupedLayer { group, index: self.layout.earlier_layers[group] + index, k, v }
         })
     }
 
     /// Returns the number of KV heads per layer in this cache.
     pub fn kv_heads(&self) -> usize {
-        self.layout.heads.map_or(0, |(kv_heads, _)| kv_heads)
+        self.layout.shape.map_or(0, |shape| shape.kv_heads)
     }
 
     /// Copies the keys and values in block `from` to block `to`, in all layers of the layer group that uses the blocks.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
-        for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {
+        for tensor in self.layers.iter().flat_map(|layer| [&layer.k, &layer.v]) {
             let rows = tensor.narrow(0, from as usize * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;
             copy_rows(tensor, &rows, to as usize * BLOCK_TOKENS)?;
         }
@@ -300,11 +343,16 @@ mod tests {
         windows.iter().map(|&window| LayerSpec { kv_heads: 2, head_dim: 8, window }).collect()
     }
 
+    /// Returns the group and the index of each layer.
+    fn places(layout: &CacheLayout) -> Vec<(usize, usize)> {
+        layout.places.iter().map(|place| (place.group, place.index)).collect()
+    }
+
     #[test]
     fn alternating_layers_form_two_groups() {
         let layout = CacheLayout::new(&specs(&[Some(128), None, Some(128), None]));
         assert_eq!(layout.windows(), [Some(128), None]);
-        assert_eq!(layout.places, [(0, 0), (1, 0), (0, 1), (1, 1)]);
+        assert_eq!(places(&layout), [(0, 0), (1, 0), (0, 1), (1, 1)]);
         assert_eq!(layout.block_bytes(DType::BF16), 2 * 2 * 2 * 8 * 2 * 64);
     }
 
@@ -312,7 +360,7 @@ mod tests {
     fn larger_classes_are_split() {
         let layout = CacheLayout::new(&specs(&[Some(4), Some(4), Some(4), None, Some(4), Some(4), Some(4), None]));
         assert_eq!(layout.windows(), [Some(4), Some(4), Some(4), None]);
-        assert_eq!(layout.places, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 1)]);
+        assert_eq!(places(&layout), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 1)]);
     }
 
     #[test]
@@ -325,7 +373,7 @@ mod tests {
             assert_eq!(part.peak_blocks(1000, 64), whole.peak_blocks(1000, 64));
             assert!(range.clone().all(|layer| part.group(layer) == whole.group(layer)));
             // No two layers of a layer group may use the same tensors.
-            let mut places = part.places.clone();
+            let mut places = places(&part);
             places.sort_unstable();
             places.dedup();
             assert_eq!(places.len(), range.len(), "{range:?}");
