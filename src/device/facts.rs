@@ -40,15 +40,17 @@ impl GpuFacts {
 
     /// Reads the current state from nvidia-smi. Returns `None` if nvidia-smi is missing or fails.
     pub fn state(&self) -> Option<GpuState> {
-        let fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu";
-        let query = format!("--query-gpu={fields}");
+        let query = format!("--query-gpu={}", GpuState::QUERY_FIELDS);
         let text = run_nvidia_smi(&[query.as_str(), "--format=csv,noheader,nounits", "--id", &self.uuid])?;
         GpuState::parse(&text)
     }
 }
 
 impl GpuState {
-    /// Parses a line of nvidia-smi output with the fields that [`GpuFacts::state`] requests.
+    /// The fields to request from nvidia-smi, in the order of the fields of [`GpuState`].
+    const QUERY_FIELDS: &str = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu";
+
+    /// Parses a line of nvidia-smi output with the fields of [`Self::QUERY_FIELDS`].
     /// A field that is not a number, such as `[N/A]`, becomes `None`.
     fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.trim().split(',').map(str::trim).collect();
@@ -65,12 +67,26 @@ impl GpuState {
     }
 }
 
-/// Returns the driver version and the GPU names, or `None` if nvidia-smi is missing, fails or finds no GPU.
-pub fn nvidia_smi_gpus() -> Option<(String, Vec<String>)> {
-    let text = run_nvidia_smi(&["--query-gpu=driver_version,name", "--format=csv,noheader"])?;
-    let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(", ")).collect();
-    let driver = lines.first()?.0.to_string();
-    Some((driver, lines.into_iter().map(|(_, name)| name.to_string()).collect()))
+/// The driver and the GPUs that nvidia-smi lists.
+pub struct NvidiaSmiList {
+    pub driver_version: String,
+    /// The names of the GPUs, at least one.
+    pub gpu_names: Vec<String>,
+}
+
+impl NvidiaSmiList {
+    /// Runs nvidia-smi. Returns `None` if nvidia-smi is missing, fails or finds no GPU.
+    pub fn read() -> Option<Self> {
+        Self::parse(&run_nvidia_smi(&["--query-gpu=driver_version,name", "--format=csv,noheader"])?)
+    }
+
+    /// Parses the output of nvidia-smi: one line per GPU, with the driver version and the name of the GPU.
+    fn parse(text: &str) -> Option<Self> {
+        let lines = || text.lines().filter_map(|line| line.split_once(", "));
+        let (driver_version, _) = lines().next()?;
+        let gpu_names = lines().map(|(_, name)| name.to_string()).collect();
+        Some(Self { driver_version: driver_version.to_string(), gpu_names })
+    }
 }
 
 fn run_nvidia_smi(args: &[&str]) -> Option<String> {
@@ -107,7 +123,7 @@ mod with_cuda {
 
 #[cfg(test)]
 mod tests {
-    use super::GpuState;
+    use super::{GpuState, NvidiaSmiList};
 
     #[test]
     fn nvidia_smi_line_is_parsed() {
@@ -117,5 +133,13 @@ mod tests {
         assert_eq!((state.memory_clock_mhz, state.power_limit_w), (Some(3201.0), Some(700.0)));
         assert_eq!(state.temperature_c, Some(31.0));
         assert_eq!(GpuState::parse("580.1, [N/A], [N/A], 5, [N/A], 3").unwrap().power_limit_w, None);
+    }
+
+    #[test]
+    fn nvidia_smi_list_is_parsed() {
+        let list = NvidiaSmiList::parse("580.1, NVIDIA H200\n580.1, NVIDIA L4\n").unwrap();
+        assert_eq!(list.driver_version, "580.1");
+        assert_eq!(list.gpu_names, ["NVIDIA H200", "NVIDIA L4"]);
+        assert!(NvidiaSmiList::parse("No devices were found\n").is_none());
     }
 }

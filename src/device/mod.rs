@@ -25,7 +25,7 @@ use candle_core::{DType, Device};
 pub use capture::capture_lock;
 #[cfg(feature = "cuda")]
 pub use cuda::{gpu_count, info, info_after_trim};
-pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
+pub use facts::{GpuFacts, GpuState, NvidiaSmiList};
 pub use info::DeviceInfo;
 
 /// The CPU or a GPU, for example as one entry of `--device`.
@@ -82,7 +82,7 @@ impl Devices {
         self.0[0]
     }
 
-    /// Returns the number of ranks.
+    /// Returns the number of ranks. Several ranks can run on the same device, for example with `cpu,cpu`.
     pub fn count(&self) -> usize {
         self.0.len()
     }
@@ -91,7 +91,7 @@ impl Devices {
         self.0.iter().copied()
     }
 
-    /// Returns the largest number of ranks that run on the same device.
+    /// Returns the largest number of ranks that run on the same device, where they share the memory.
     pub fn max_ranks_per_device(&self) -> usize {
         self.0.iter().map(|device| self.0.iter().filter(|other| *other == device).count()).max().unwrap_or(1)
     }

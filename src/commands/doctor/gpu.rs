@@ -4,7 +4,7 @@ use candle_core::Device;
 use serde::Serialize;
 
 use super::finding::{Finding, FindingStatus};
-use crate::device::{self, DeviceChoice, DeviceInfo, GpuFacts};
+use crate::device::{self, DeviceChoice, DeviceInfo, GpuFacts, NvidiaSmiList};
 use crate::error::Error;
 use crate::kernels::selftest::{self, Check};
 use crate::text::one_line;
@@ -27,13 +27,13 @@ pub struct SelfTest {
 }
 
 pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
-    let smi = device::nvidia_smi_gpus();
-    let mut driver = smi.as_ref().map(|(driver, _)| format!("driver {driver}"));
+    let smi = NvidiaSmiList::read();
+    let mut driver = smi.as_ref().map(|smi| format!("driver {}", smi.driver_version));
     for ordinal in 0..device::gpu_count().max(1) {
         let device = match device::open(DeviceChoice::Cuda(ordinal)) {
             Ok(device) => device,
             Err(error) => {
-                let seen = smi.as_ref().map(|(_, names)| names.join(", "));
+                let seen = smi.as_ref().map(|smi| smi.gpu_names.join(", "));
                 findings.push(no_gpu(&error, seen));
                 continue;
             }
