@@ -119,6 +119,7 @@ impl Config {
     }
 
     fn frequencies(&self) -> Result<RopeFrequencies> {
+        // gpt-oss uses YaRN, which does not depend on the length of the loaded context.
         let max_position_embeddings = self.max_position_embeddings;
         let lengths = RopeLengths { max_position_embeddings, context: max_position_embeddings };
         self.rope.frequencies(self.head_dim, lengths, 150_000.0)

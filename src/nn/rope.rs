@@ -121,26 +121,11 @@ impl RopeConfig {
         if dim == 0 || !dim.is_multiple_of(2) {
             bail!("RoPE cannot rotate {dim} elements of each head; the number must be even and positive");
         }
-        let plain: Vec<f32> = (0..dim / 2).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / dim as f32)).collect();
-        let original = self.original_length().unwrap_or(lengths.max_position_embeddings);
-        check_size("original_max_position_embeddings", original)?;
+        let original_length = self.original_length().unwrap_or(lengths.max_position_embeddings);
+        check_size("original_max_position_embeddings", original_length)?;
         parameters.check()?;
-        let factor = || parameters.factor.context("RoPE scaling needs a factor, but the model's config has none");
-        let rope_type = parameters.rope_type.as_deref().or(parameters.old_type.as_deref());
-        let frequencies = match rope_type.unwrap_or("default") {
-            "default" | "mrope" => RopeFrequencies { inv_freq: plain, attention_factor: 1.0 },
-            "linear" => {
-                let factor = factor()? as f32;
-                RopeFrequencies { inv_freq: plain.iter().map(|f| f / factor).collect(), attention_factor: 1.0 }
-            }
-            "llama3" => llama3(plain, parameters, factor()? as f32, original as f32)?,
-            "yarn" => yarn(plain, parameters, factor()?, theta as f32 as f64, original as f64),
-            "longrope" | "su" => longrope(plain, parameters, original, lengths)?,
-            other => {
-                let supported = "default, mrope, linear, llama3, yarn, longrope, su";
-                bail!("RoPE scaling {} is not supported; supported: {supported}", quote(other))
-            }
-        };
+        let unscaled = (0..dim / 2).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / dim as f32)).collect();
+        let frequencies = RopeScaling { unscaled, parameters, theta, original_length, lengths }.frequencies()?;
         let is_positive = |value: &f32| value.is_finite() && *value > 0.0;
         if !frequencies.inv_freq.iter().all(is_positive) || !is_positive(&frequencies.attention_factor) {
             bail!("the model's RoPE scaling results in a frequency or factor that is not a positive number");
@@ -179,91 +164,137 @@ impl RopeParameters {
     }
 }
 
-/// Computes the frequencies of Llama 3.1. Low frequencies are divided by `factor`, and high frequencies are kept.
-/// Frequencies in between become a blend of the divided and the original frequency.
-fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f32) -> Result<RopeFrequencies> {
-    let low = parameters.low_freq_factor.unwrap_or(1.0) as f32;
-    let high = parameters.high_freq_factor.unwrap_or(4.0) as f32;
-    if high <= low {
-        bail!("high_freq_factor is {high:?}; it must be greater than low_freq_factor, which is {low:?}");
-    }
-    let scale = |frequency: f32| {
-        let wavelength = 2.0 * PI / frequency;
-        if wavelength > original / low {
-            frequency / factor
-        } else if wavelength < original / high {
-            frequency
-        } else {
-            let smooth = (original / wavelength - low) / (high - low);
-            (1.0 - smooth) * frequency / factor + smooth * frequency
-        }
-    };
-    Ok(RopeFrequencies { inv_freq: plain.into_iter().map(scale).collect(), attention_factor: 1.0 })
-}
-
-/// Computes the frequencies of LongRoPE (arXiv 2402.13753) with one of two lists of divisors.
-///
-/// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
-/// inferno chooses the list once, from the context length for which it loads the model, so cached keys stay valid.
-/// Results match those of transformers if the loaded context length does not exceed the original length.
-fn longrope(
-    plain: Vec<f32>,
-    parameters: &RopeParameters,
-    original: usize,
+/// The inputs of the RoPE scaling methods. Each method computes the frequencies for one value of `rope_type`.
+struct RopeScaling<'p> {
+    /// The frequencies of RoPE without scaling, `[rotated / 2]`.
+    unscaled: Vec<f32>,
+    parameters: &'p RopeParameters,
+    theta: f64,
+    /// The context length before RoPE scaling.
+    original_length: usize,
     lengths: RopeLengths,
-) -> Result<RopeFrequencies> {
-    let (name, list) = if lengths.context > original {
-        ("long_factor", &parameters.long_factor)
-    } else {
-        ("short_factor", &parameters.short_factor)
-    };
-    let Some(factors) = list.as_ref().filter(|list| list.len() == plain.len()) else {
-        let found = list.as_ref().map_or(0, Vec::len);
-        bail!("RoPE scaling needs {} numbers in {name}, found {found}", plain.len());
-    };
-    let factor = parameters.factor.unwrap_or(lengths.max_position_embeddings as f64 / original as f64);
-    let attention_factor = match parameters.attention_factor {
-        Some(factor) => factor,
-        None if factor <= 1.0 => 1.0,
-        None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
-    };
-    let inv_freq: Vec<f32> = plain.iter().zip(factors).map(|(f, factor)| 1.0 / (*factor as f32 * (1.0 / f))).collect();
-    Ok(RopeFrequencies { inv_freq, attention_factor: attention_factor as f32 })
 }
 
-/// Computes the frequencies of YaRN (arXiv 2309.00071). Low frequencies are divided by `factor`, and high frequencies
-/// are kept. In between, a linear ramp blends the divided and the original frequency. YaRN also scales cos and sin.
-fn yarn(plain: Vec<f32>, parameters: &RopeParameters, factor: f64, theta: f64, original: f64) -> RopeFrequencies {
-    let dim = 2 * plain.len();
-    let concentration = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };
-    let attention_factor = match (parameters.attention_factor, parameters.mscale, parameters.mscale_all_dim) {
-        (Some(factor), _, _) => factor,
-        (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => {
-            concentration(factor, mscale) / concentration(factor, all)
+impl RopeScaling<'_> {
+    /// Computes the frequencies with the scaling method that config.json names.
+    fn frequencies(self) -> Result<RopeFrequencies> {
+        let rope_type = self.parameters.rope_type.as_deref().or(self.parameters.old_type.as_deref());
+        match rope_type.unwrap_or("default") {
+            "default" | "mrope" => Ok(RopeFrequencies { inv_freq: self.unscaled, attention_factor: 1.0 }),
+            "linear" => self.linear(),
+            "llama3" => self.llama3(),
+            "yarn" => self.yarn(),
+            "longrope" | "su" => self.longrope(),
+            other => {
+                let supported = "default, mrope, linear, llama3, yarn, longrope, su";
+                bail!("RoPE scaling {} is not supported; supported: {supported}", quote(other))
+            }
         }
-        _ => concentration(factor, 1.0),
-    };
-    // Returns the fractional index of the pair that completes `rotations` full turns within the original context.
-    let dimension =
-        |rotations: f64| dim as f64 * (original / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln());
-    let nonzero = |value: Option<f64>, default: f64| value.filter(|value| *value != 0.0).unwrap_or(default);
-    let mut low = dimension(nonzero(parameters.beta_fast, 32.0));
-    let mut high = dimension(nonzero(parameters.beta_slow, 1.0));
-    if parameters.truncate.unwrap_or(true) {
-        (low, high) = (low.floor(), high.ceil());
     }
-    let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
-    if low == high {
-        high += 0.001;
+
+    fn factor(&self) -> Result<f64> {
+        self.parameters.factor.context("RoPE scaling needs a factor, but the model's config has none")
     }
-    let blend = |(i, frequency): (usize, &f32)| {
-        let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
-        let interpolated = 1.0 / (factor as f32 * (1.0 / frequency));
-        interpolated * ramp + frequency * (1.0 - ramp)
-    };
-    RopeFrequencies {
-        inv_freq: plain.iter().enumerate().map(blend).collect(),
-        attention_factor: attention_factor as f32,
+
+    /// Divides all frequencies by `factor` (position interpolation, arXiv 2306.15595).
+    fn linear(&self) -> Result<RopeFrequencies> {
+        let factor = self.factor()? as f32;
+        Ok(RopeFrequencies { inv_freq: self.unscaled.iter().map(|f| f / factor).collect(), attention_factor: 1.0 })
+    }
+
+    /// Computes the frequencies of Llama 3.1. Low frequencies are divided by `factor`, and high frequencies are kept.
+    /// Frequencies in between become a blend of the divided and the original frequency.
+    fn llama3(&self) -> Result<RopeFrequencies> {
+        let (factor, original_length) = (self.factor()? as f32, self.original_length as f32);
+        let low = self.parameters.low_freq_factor.unwrap_or(1.0) as f32;
+        let high = self.parameters.high_freq_factor.unwrap_or(4.0) as f32;
+        if high <= low {
+            bail!("high_freq_factor is {high:?}; it must be greater than low_freq_factor, which is {low:?}");
+        }
+        let scale = |&frequency: &f32| {
+            let wavelength = 2.0 * PI / frequency;
+            if wavelength > original_length / low {
+                frequency / factor
+            } else if wavelength < original_length / high {
+                frequency
+            } else {
+                let smooth = (original_length / wavelength - low) / (high - low);
+                (1.0 - smooth) * frequency / factor + smooth * frequency
+            }
+        };
+        Ok(RopeFrequencies { inv_freq: self.unscaled.iter().map(scale).collect(), attention_factor: 1.0 })
+    }
+
+    /// Computes the frequencies of LongRoPE (arXiv 2402.13753) with one of two lists of divisors.
+    ///
+    /// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
+    /// inferno chooses the list once, from the context length for which it loads the model, so cached keys stay valid.
+    /// Results match those of transformers if the loaded context length does not exceed the original length.
+    fn longrope(&self) -> Result<RopeFrequencies> {
+        let (name, list) = if self.lengths.context > self.original_length {
+            ("long_factor", &self.parameters.long_factor)
+        } else {
+            ("short_factor", &self.parameters.short_factor)
+        };
+        let Some(divisors) = list.as_ref().filter(|list| list.len() == self.unscaled.len()) else {
+            let found = list.as_ref().map_or(0, Vec::len);
+            bail!("RoPE scaling needs {} numbers in {name}, found {found}", self.unscaled.len());
+        };
+        let original_length = self.original_length as f64;
+        let default_factor = self.lengths.max_position_embeddings as f64 / original_length;
+        let factor = self.parameters.factor.unwrap_or(default_factor);
+        let attention_factor = match self.parameters.attention_factor {
+            Some(attention_factor) => attention_factor,
+            None if factor <= 1.0 => 1.0,
+            None => (1.0 + factor.ln() / original_length.ln()).sqrt(),
+        };
+        let scale = |(frequency, divisor): (&f32, &f64)| 1.0 / (*divisor as f32 * (1.0 / frequency));
+        Ok(RopeFrequencies {
+            inv_freq: self.unscaled.iter().zip(divisors).map(scale).collect(),
+            attention_factor: attention_factor as f32,
+        })
+    }
+
+    /// Computes the frequencies of YaRN (arXiv 2309.00071). Low frequencies are divided by `factor`, and high
+    /// frequencies are kept. In between, a linear ramp blends the divided and the original frequency.
+    /// YaRN also scales cos and sin.
+    fn yarn(&self) -> Result<RopeFrequencies> {
+        let (parameters, factor) = (self.parameters, self.factor()?);
+        let (theta, original_length) = (self.theta as f32 as f64, self.original_length as f64);
+        let dim = 2 * self.unscaled.len();
+        let concentration = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };
+        let attention_factor = match (parameters.attention_factor, parameters.mscale, parameters.mscale_all_dim) {
+            (Some(attention_factor), _, _) => attention_factor,
+            (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => {
+                concentration(factor, mscale) / concentration(factor, all)
+            }
+            _ => concentration(factor, 1.0),
+        };
+        // Returns the fractional index of the pair that completes `rotations` full turns within the original context.
+        let pair_index = |rotations: f64| {
+            dim as f64 * (original_length / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln())
+        };
+        let nonzero = |value: Option<f64>, default: f64| value.filter(|value| *value != 0.0).unwrap_or(default);
+        // The ramp rises from 0 at pair `low` to 1 at pair `high`.
+        let mut low = pair_index(nonzero(parameters.beta_fast, 32.0));
+        let mut high = pair_index(nonzero(parameters.beta_slow, 1.0));
+        if parameters.truncate.unwrap_or(true) {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+        if low == high {
+            // Prevent a division by zero.
+            high += 0.001;
+        }
+        let blend = |(i, frequency): (usize, &f32)| {
+            let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+            let interpolated = 1.0 / (factor as f32 * (1.0 / frequency));
+            interpolated * ramp + frequency * (1.0 - ramp)
+        };
+        Ok(RopeFrequencies {
+            inv_freq: self.unscaled.iter().enumerate().map(blend).collect(),
+            attention_factor: attention_factor as f32,
+        })
     }
 }
 
