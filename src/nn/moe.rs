@@ -11,13 +11,14 @@ use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::combine::combine;
 use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
-#[cfg(feature = "cuda")]
-use crate::kernels::moe::mxfp4_tiles::expert_mlp::{ExpertLinear, expert_mlp};
 use crate::kernels::moe::routing::check_routing;
 use crate::kernels::moe::routing::expert_usage::ExpertUsage;
-#[cfg(feature = "cuda")]
-use crate::kernels::moe::routing::route::RoutedPairs;
 use crate::kernels::moe::routing::topk::{Softmax, topk_softmax};
+#[cfg(feature = "cuda")]
+use crate::kernels::moe::{
+    mxfp4_tiles::expert_mlp::{ExpertLinear, expert_mlp},
+    routing::route::RoutedPairs,
+};
 use crate::kernels::{self, SumOrder};
 use crate::weights::{Weights, mxfp4};
 
@@ -68,51 +69,13 @@ impl GatedMoe {
     pub fn load(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
         let GatedMoeConfig { hidden_size, experts, .. } = config;
         let router = Linear::load_with_dtype(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
-        let all = weights.at("experts");
-        let (gate_up_proj, down_proj) = if all.contains("gate_up_proj") {
-            Self::load_stacked_experts(&all, config)?
+        let expert_weights = weights.at("experts");
+        let GatedExperts { gate_up_proj, down_proj } = if expert_weights.contains("gate_up_proj") {
+            GatedExperts::load_stacked(&expert_weights, config)?
         } else {
-            Self::load_separate_experts(&all, config, names)?
+            GatedExperts::load_separate(&expert_weights, config, names)?
         };
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
-    }
-
-    /// Loads this rank's share of the stacked matrices of all experts. Returns gate_up_proj and down_proj.
-    fn load_stacked_experts(all: &Weights, config: GatedMoeConfig) -> Result<(ExpertWeights, ExpertWeights)> {
-        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
-        let unit = all.column_unit("down_proj", intermediate_size)?;
-        let share = all.world().share(intermediate_size, SHARE_COLUMNS.max(unit));
-        let gate_up_shape = [experts, 2 * share.len(), hidden_size];
-        let down_shape = [experts, hidden_size, share.len()];
-        let gate_up_rows = gate_up_rows(&share, intermediate_size);
-        let gate_up = all.rows(gate_up_rows, 2 * intermediate_size).experts("gate_up_proj", gate_up_shape)?;
-        let down = all.columns(share, intermediate_size).experts("down_proj", down_shape)?;
-        Ok((split_experts(gate_up, gate_up_shape)?, split_experts(down, down_shape)?))
-    }
-
-    /// Loads this rank's share of each expert's matrices and stacks the matrices. Returns gate_up_proj and down_proj.
-    fn load_separate_experts(
-        all: &Weights,
-        config: GatedMoeConfig,
-        names: &ExpertNames,
-    ) -> Result<(ExpertWeights, ExpertWeights)> {
-        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
-        let unit = all.at(0).at(names.down).column_unit("weight", intermediate_size)?;
-        let share = all.world().share(intermediate_size, SHARE_COLUMNS.max(unit));
-        // Each matrix with its number of rows, in the order in which the matrices are stacked.
-        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
-        for expert in (0..experts).map(|expert| all.at(expert)) {
-            for name in [names.gate, names.up] {
-                gate_up.push((expert.at(name).rows([share.clone()], intermediate_size), share.len()));
-            }
-            down.push((expert.at(names.down).columns(share.clone(), intermediate_size), hidden_size));
-        }
-        let gate_up = Weights::matrix(&gate_up, "weight", hidden_size)?;
-        let down = Weights::matrix(&down, "weight", share.len())?;
-        Ok((
-            split_experts(gate_up, [experts, 2 * share.len(), hidden_size])?,
-            split_experts(down, [experts, hidden_size, share.len()])?,
-        ))
     }
 
     /// Returns the size in bytes of one expert on this rank.
@@ -146,6 +109,48 @@ impl GatedMoe {
         )?;
         // 3. combine in f32: [tokens, experts_per_token, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
+    }
+}
+
+/// This rank's share of the experts of a [`GatedMoe`].
+struct GatedExperts {
+    gate_up_proj: ExpertWeights,
+    down_proj: ExpertWeights,
+}
+
+impl GatedExperts {
+    /// Loads two matrices that stack the weights of all experts.
+    fn load_stacked(weights: &Weights, config: GatedMoeConfig) -> Result<Self> {
+        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
+        let unit = weights.column_unit("down_proj", intermediate_size)?;
+        let share = weights.world().share(intermediate_size, SHARE_COLUMNS.max(unit));
+        let gate_up_shape = [experts, 2 * share.len(), hidden_size];
+        let down_shape = [experts, hidden_size, share.len()];
+        let gate_up_rows = gate_up_rows(&share, intermediate_size);
+        let gate_up = weights.rows(gate_up_rows, 2 * intermediate_size).experts("gate_up_proj", gate_up_shape)?;
+        let down = weights.columns(share, intermediate_size).experts("down_proj", down_shape)?;
+        Ok(Self { gate_up_proj: split_experts(gate_up, gate_up_shape)?, down_proj: split_experts(down, down_shape)? })
+    }
+
+    /// Loads the three matrices of each expert, and stacks the matrices of all experts.
+    fn load_separate(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
+        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
+        let unit = weights.at(0).at(names.down).column_unit("weight", intermediate_size)?;
+        let share = weights.world().share(intermediate_size, SHARE_COLUMNS.max(unit));
+        // Each matrix with its number of rows, in the order in which the matrices are stacked.
+        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        for expert in (0..experts).map(|expert| weights.at(expert)) {
+            for name in [names.gate, names.up] {
+                gate_up.push((expert.at(name).rows([share.clone()], intermediate_size), share.len()));
+            }
+            down.push((expert.at(names.down).columns(share.clone(), intermediate_size), hidden_size));
+        }
+        let gate_up = Weights::matrix(&gate_up, "weight", hidden_size)?;
+        let down = Weights::matrix(&down, "weight", share.len())?;
+        Ok(Self {
+            gate_up_proj: split_experts(gate_up, [experts, 2 * share.len(), hidden_size])?,
+            down_proj: split_experts(down, [experts, hidden_size, share.len()])?,
+        })
     }
 }
 
@@ -191,15 +196,16 @@ impl ClampedMoe {
     /// Loads `router` and `experts` with their biases.
     pub fn load(weights: &Weights, config: ClampedMoeConfig) -> Result<Self> {
         let ClampedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
-        let (all, world) = (weights.at("experts"), weights.world());
+        let (expert_weights, world) = (weights.at("experts"), weights.world());
         let share = world.share(intermediate_size, MXFP4_BLOCK);
-        let alternating = 2 * share.start..2 * share.end;
-        let gate_up_weights = all.rows([alternating], 2 * intermediate_size);
-        let down_weights = all.columns(share.clone(), intermediate_size);
+        // Gate rows and up rows alternate, so this rank's rows form one range.
+        let gate_up_rows = 2 * share.start..2 * share.end;
+        let gate_up_weights = expert_weights.rows([gate_up_rows], 2 * intermediate_size);
+        let down_weights = expert_weights.columns(share.clone(), intermediate_size);
         let gate_up = mxfp4::experts(&gate_up_weights, "gate_up_proj", [experts, 2 * share.len(), hidden_size])?;
         let down = mxfp4::experts(&down_weights, "down_proj", [experts, hidden_size, share.len()])?;
-        let (gate_up_proj, down_proj) = mxfp4::for_tensor_cores(&all, gate_up, down)?;
-        let down_bias = all.float("down_proj_bias", &[experts, hidden_size])?;
+        let (gate_up_proj, down_proj) = mxfp4::for_tensor_cores(&expert_weights, gate_up, down)?;
+        let down_bias = expert_weights.float("down_proj_bias", &[experts, hidden_size])?;
         Ok(Self {
             router: Linear::load_with_dtype(&weights.at("router"), hidden_size, experts, Bias::With, DType::F32)?,
             gate_up_proj,
