@@ -71,26 +71,6 @@ impl Mlp {
         }
     }
 
-    /// Returns the first and the last linear layer of a dense MLP. Returns `None` for a mixture of experts.
-    #[cfg(feature = "cuda")]
-    pub fn linears(&self) -> Option<(&Linear, &Linear)> {
-        match self {
-            Mlp::Gated(mlp) => Some((&mlp.gate_up_proj, &mlp.down_proj)),
-            Mlp::Plain(mlp) => Some((&mlp.fc, &mlp.proj)),
-            Mlp::GatedMoe(_) | Mlp::ClampedMoe(_) => None,
-        }
-    }
-
-    /// Returns the input of the last linear layer of a dense MLP. Returns `None` for a mixture of experts.
-    #[cfg(feature = "cuda")]
-    pub(super) fn activated(&self, x: &Tensor, sum_order: SumOrder) -> Result<Option<Tensor>> {
-        match self {
-            Mlp::Gated(mlp) => mlp.activated(x, sum_order).map(Some),
-            Mlp::Plain(mlp) => mlp.activated(x, sum_order).map(Some),
-            Mlp::GatedMoe(_) | Mlp::ClampedMoe(_) => Ok(None),
-        }
-    }
-
     /// Returns how many bytes of this rank's weights a decode step reads for one token.
     /// Of a mixture of experts, counts the router and the experts of the token.
     pub fn step_bytes(&self) -> u64 {
@@ -101,6 +81,27 @@ impl Mlp {
             Mlp::ClampedMoe(moe) => moe.router.bytes(),
         };
         always_read + self.expert_cost().map_or(0, |cost| cost.per_token as u64 * cost.bytes)
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Mlp {
+    /// Returns the first and the last linear layer of a dense MLP. Returns `None` for a mixture of experts.
+    pub fn linears(&self) -> Option<(&Linear, &Linear)> {
+        match self {
+            Mlp::Gated(mlp) => Some((&mlp.gate_up_proj, &mlp.down_proj)),
+            Mlp::Plain(mlp) => Some((&mlp.fc, &mlp.proj)),
+            Mlp::GatedMoe(_) | Mlp::ClampedMoe(_) => None,
+        }
+    }
+
+    /// Returns the input of the last linear layer of a dense MLP. Returns `None` for a mixture of experts.
+    pub(super) fn activated(&self, x: &Tensor, sum_order: SumOrder) -> Result<Option<Tensor>> {
+        match self {
+            Mlp::Gated(mlp) => mlp.activated(x, sum_order).map(Some),
+            Mlp::Plain(mlp) => mlp.activated(x, sum_order).map(Some),
+            Mlp::GatedMoe(_) | Mlp::ClampedMoe(_) => Ok(None),
+        }
     }
 }
 
@@ -160,7 +161,7 @@ impl GatedMlp {
         ])
     }
 
-    /// Returns the dtype of the input.
+    /// Returns the compute dtype, which is the dtype of x and of the intermediate activations.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

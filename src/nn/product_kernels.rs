@@ -14,9 +14,16 @@ use crate::kernels::SumOrder;
 use crate::kernels::quantized::WeightFormat;
 use crate::world::World;
 
-/// What determines the kernels of a product: the dimensions of the matrix, its format, and the form of the output.
-/// The form is `None` for the first product of an MLP, which has no [`PartialForm`].
-type ProductKind = ((usize, usize), Option<WeightFormat>, Option<PartialForm>);
+/// The properties of a product that determine its kernels.
+#[derive(PartialEq)]
+struct ProductKind {
+    /// The dimensions of the matrix, `(rows, columns)`.
+    dims: (usize, usize),
+    /// The quantized format of the matrix. `None` if it is dense or has several formats.
+    format: Option<WeightFormat>,
+    /// The form of the output. `None` for the first product of an MLP, which has no [`PartialForm`].
+    form: Option<PartialForm>,
+}
 
 /// Loads the kernels of products with up to `tokens` tokens by running products on zeros.
 /// Runs only the first product of each kind, because products of the same kind need the same kernels.
@@ -55,13 +62,13 @@ impl<'w> ProductKernels<'w> {
 
     /// Loads the kernels of a layer that returns a partial result: `o_proj`, or the last linear layer of an MLP.
     fn load_partial(&mut self, linear: &Linear, post_norm: Option<&Norm>) -> Result<()> {
-        let ((out, _), world) = (linear.weight.dims(), self.world);
-        let form = |tokens| PartialForm::choose(world, linear.weight.device(), (tokens, out), post_norm);
+        let (world, (hidden, _)) = (self.world, linear.weight.dims());
+        let form = |tokens| PartialForm::choose(world, linear.weight.device(), (tokens, hidden), post_norm);
         self.load(linear, Some(form(self.tokens)), |x| run(linear, x, form(x.dim(0)?)))
     }
 
     fn load(&mut self, linear: &Linear, form: Option<PartialForm>, run: impl Fn(&Tensor) -> Result<()>) -> Result<()> {
-        let kind = (linear.weight.dims(), linear.weight.format(), form);
+        let kind = ProductKind { dims: linear.weight.dims(), format: linear.weight.format(), form };
         if self.loaded.contains(&kind) {
             return Ok(());
         }
