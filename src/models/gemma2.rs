@@ -39,8 +39,9 @@ pub(super) const NORMS: &[TensorRow] = &[
 /// The tensor names of Gemma 2 and Gemma 3. Unlike in Llama, `post_attention_layernorm` is the norm of the attention
 /// output, and `pre_feedforward_layernorm` is the norm before the MLP.
 pub(super) const NAMES: DecoderNames = DecoderNames {
+    attention_post_norm: Some("post_attention_layernorm"),
     mlp_norm: "pre_feedforward_layernorm",
-    post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
+    mlp_post_norm: Some("post_feedforward_layernorm"),
     ..DecoderNames::LLAMA
 };
 

@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 
 use super::config::{self, ModelSizes};
 use super::family::{Architecture, Family};
-use crate::nn::attention::{Attention, AttentionConfig};
+use crate::nn::attention::{Attention, AttentionConfig, TransposedNames};
 use crate::nn::decoder::Decoder;
-use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
+use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo, LearnedPositions};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::{Mlp, MlpConfig, PlainMlp};
 use crate::nn::norm::{NormConfig, NormKind};
@@ -49,8 +49,9 @@ const NAMES: DecoderNames = DecoderNames {
     embed_tokens: "wte",
     layers: "h",
     attention_norm: "ln_1",
+    attention_post_norm: None,
     mlp_norm: "ln_2",
-    post_norms: None,
+    mlp_post_norm: None,
     norm: "ln_f",
 };
 
@@ -119,7 +120,8 @@ impl Config {
             scale: self.attention_scale(layer.index),
             ..AttentionConfig::new(hidden_size, self.n_head, layer.spec)
         };
-        let attention = Attention::load_transposed(&weights.at("attn"), config, ["c_attn", "c_proj"], layer.rotary)?;
+        let names = TransposedNames { qkv: "c_attn", o: "c_proj" };
+        let attention = Attention::load_transposed(&weights.at("attn"), config, names, layer.rotary)?;
         let mlp = MlpConfig { hidden_size, intermediate_size, activation: self.hidden_act };
         let mlp = PlainMlp::load_transposed(&weights.at("mlp"), mlp)?;
         Ok((attention, Mlp::Plain(mlp)))
@@ -155,7 +157,7 @@ impl Architecture for Config {
             // In the oldest checkpoints, tensor names do not have the `transformer` prefix.
             prefix: if weights.contains("transformer.wte.weight") { "transformer" } else { "" }.into(),
             names: NAMES,
-            learned_positions: Some(("wpe", self.n_positions)),
+            learned_positions: Some(LearnedPositions { name: "wpe", positions: self.n_positions }),
             ..DecoderConfig::new(self.vocab_size, self.n_embd, norm, RopeFrequencies::none())
         };
         Decoder::load(weights, context, config, tensors, |weights, layer| self.load_sublayers(weights, layer))

@@ -16,7 +16,7 @@ use super::residual::{PartialForm, PartialOutput, PartialRows};
 use super::rope::RotaryEmbedding;
 use crate::kernels;
 use crate::kernels::attention::rope::{HeadSizes, QkNorm, SplitQkvInputs, split_qkv};
-use crate::kernels::attention::{AttentionInputs, AttentionMask, attention};
+use crate::kernels::attention::{AttentionBackend, AttentionInputs, AttentionMask, attention};
 use crate::weights::Weights;
 use crate::weights::inventory::kv_head_unit;
 use crate::world::World;
@@ -55,9 +55,14 @@ impl AttentionConfig {
         }
     }
 
-    /// Returns the output size of q_proj, and the common output size of k_proj and v_proj.
-    fn projection_sizes(&self) -> (usize, usize) {
-        (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
+    /// Returns the output size of q_proj, which is also the input size of o_proj.
+    fn q_size(&self) -> usize {
+        self.heads * self.spec.head_dim
+    }
+
+    /// Returns the output size of k_proj, which is also the output size of v_proj.
+    fn kv_size(&self) -> usize {
+        self.spec.kv_heads * self.spec.head_dim
     }
 
     /// Returns the KV heads that this rank holds. The rank also holds the query heads that attend to these KV heads.
@@ -83,13 +88,37 @@ pub struct Attention {
     pub(crate) o_proj: Linear,
     /// The attention sinks, f32 `[heads]`.
     pub(crate) sinks: Option<Tensor>,
-    /// The norms of q and k, each `[head_dim]`.
-    pub(crate) qk_norm: Option<(Norm, Norm)>,
+    pub(crate) qk_norms: Option<QkNorms>,
     pub(crate) rotary: Arc<RotaryEmbedding>,
     /// The config. `heads` and `spec.kv_heads` count only the heads that this rank holds.
     pub(crate) config: AttentionConfig,
     /// The dtype of the layer's input and of the KV cache.
     dtype: DType,
+}
+
+/// The norms of each head of q and k before RoPE. Their weights have the shape `[head_dim]`.
+pub(crate) struct QkNorms {
+    pub q_norm: Norm,
+    pub k_norm: Norm,
+}
+
+impl QkNorms {
+    fn load(weights: &Weights, head_dim: usize, config: NormConfig) -> Result<Self> {
+        let norm = |name| Norm::load(&weights.at(name), head_dim, config);
+        Ok(Self { q_norm: norm("q_norm")?, k_norm: norm("k_norm")? })
+    }
+
+    /// Returns the size of both norms in bytes.
+    fn bytes(&self) -> u64 {
+        self.q_norm.bytes() + self.k_norm.bytes()
+    }
+}
+
+/// The names of fused, transposed projections in a checkpoint, such as `c_attn` and `c_proj`.
+#[derive(Clone, Copy)]
+pub struct TransposedNames {
+    pub qkv: &'static str,
+    pub o: &'static str,
 }
 
 /// How a checkpoint stores the projections of an attention layer.
@@ -99,8 +128,8 @@ enum Projections {
     Separate,
     /// Two matrices: `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
     Fused,
-    /// Like `Fused`, but the fields name the two matrices, which are stored transposed and have biases (GPT-2).
-    FusedTransposed { qkv: &'static str, o: &'static str },
+    /// Like `Fused`, but the two matrices have other names, are stored transposed, and have biases (GPT-2).
+    FusedTransposed(TransposedNames),
 }
 
 impl Attention {
@@ -116,38 +145,39 @@ impl Attention {
         Self::load_heads(weights, config, Projections::Fused, rotary)
     }
 
-    /// Like [`load_fused`](Self::load_fused), for transposed matrices with biases. The caller names the matrices.
+    /// Like [`load_fused`](Self::load_fused), for transposed matrices with biases.
     pub fn load_transposed(
         weights: &Weights,
         config: AttentionConfig,
-        [qkv, o]: [&'static str; 2],
+        names: TransposedNames,
         rotary: Arc<RotaryEmbedding>,
     ) -> Result<Self> {
-        Self::load_heads(weights, config, Projections::FusedTransposed { qkv, o }, rotary)
+        Self::load_heads(weights, config, Projections::FusedTransposed(names), rotary)
     }
 
     fn load_heads(
         weights: &Weights,
         config: AttentionConfig,
-        names: Projections,
+        projections: Projections,
         rotary: Arc<RotaryEmbedding>,
     ) -> Result<Self> {
         let AttentionConfig { hidden_size, heads, spec, .. } = config;
-        let (q_size, _) = config.projection_sizes();
-        let o_name = if let Projections::FusedTransposed { o, .. } = names { o } else { "o_proj" };
+        let q_size = config.q_size();
+        let o_name = if let Projections::FusedTransposed(names) = projections { names.o } else { "o_proj" };
         let world = weights.world();
         let kv_heads = config.kv_share(world, weights.at(o_name).column_unit("weight", q_size)?);
+        // Consecutive query heads share a KV head, and consecutive rows belong to the same head.
         let times = |range: &Range<usize>, factor: usize| range.start * factor..range.end * factor;
         let q_heads = times(&kv_heads, heads / spec.kv_heads);
-        let (q, kv) = (times(&q_heads, spec.head_dim), times(&kv_heads, spec.head_dim));
-        let o = weights.at(o_name).columns(q.clone(), q_size);
-        let qkv_proj = load_qkv(weights, config, names, QkvRows { q: q.clone(), kv })?;
-        let o_proj = match names {
-            Projections::FusedTransposed { .. } => Linear::load_transposed(&o, q.len(), hidden_size)?,
-            _ => Linear::load(&o, q.len(), hidden_size, config.o_bias)?,
+        let own = QkvRows { q: times(&q_heads, spec.head_dim), kv: times(&kv_heads, spec.head_dim) };
+        let o = weights.at(o_name).columns(own.q.clone(), q_size);
+        let qkv_proj = load_qkv(weights, config, projections, &own)?;
+        let o_proj = match projections {
+            Projections::FusedTransposed(_) => Linear::load_transposed(&o, own.q.len(), hidden_size)?,
+            _ => Linear::load(&o, own.q.len(), hidden_size, config.o_bias)?,
         };
         let sinks = weights.rows([q_heads.clone()], heads);
-        let norm = |name, config| Norm::load(&weights.at(name), spec.head_dim, config);
+        let qk_norms = config.qk_norm.map(|norm| QkNorms::load(weights, spec.head_dim, norm)).transpose()?;
         let spec = LayerSpec { kv_heads: kv_heads.len(), ..spec };
         Ok(Self {
             qkv_proj,
@@ -156,10 +186,7 @@ impl Attention {
                 Sinks::With => Some(sinks.vector("sinks", q_heads.len(), DType::F32)?),
                 Sinks::Without => None,
             },
-            qk_norm: match config.qk_norm {
-                Some(config) => Some((norm("q_norm", config)?, norm("k_norm", config)?)),
-                None => None,
-            },
+            qk_norms,
             rotary,
             config: AttentionConfig { heads: q_heads.len(), spec, ..config },
             dtype: weights.dtype(),
@@ -168,13 +195,22 @@ impl Attention {
 
     /// Returns the size in bytes of the weights that this rank holds.
     pub fn bytes(&self) -> u64 {
-        let norms = self.qk_norm.as_ref().map_or(0, |(q, k)| q.bytes() + k.bytes());
+        let norms = self.qk_norms.as_ref().map_or(0, QkNorms::bytes);
         self.qkv_proj.bytes() + self.o_proj.bytes() + self.sinks.as_ref().map_or(0, kernels::bytes) + norms
     }
 
     /// Returns the dtype of the input and of the KV cache.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Returns `backend`, or the backend that `Auto` chooses for this layer. See [`AttentionBackend::choose`].
+    pub(super) fn choose_backend(
+        &self,
+        backend: AttentionBackend,
+        is_on_gpu: bool,
+    ) -> Result<AttentionBackend, String> {
+        backend.choose(is_on_gpu, self.dtype, self.config.spec.head_dim, self.config.softcap)
     }
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
@@ -208,7 +244,11 @@ impl Attention {
 
         // 1. project, normalize and rotate; write k and v to the cache
         let qkv = self.qkv_proj.matmul_terms(x, pass.sum_order())?;
-        let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
+        let norms = self.qk_norms.as_ref().map(|QkNorms { q_norm, k_norm }| QkNorm {
+            q: &q_norm.weight,
+            k: &k_norm.weight,
+            eps: q_norm.eps,
+        });
         let rotation = self.rotary.rotation(pass.queries().positions());
         let sizes = HeadSizes { heads, kv_heads, head_dim };
         let (bias, slots) = (self.qkv_proj.bias.as_ref(), &blocks.slots);
@@ -231,21 +271,22 @@ struct QkvRows {
 }
 
 /// Loads this rank's rows of q_proj, k_proj and v_proj, stacked in this order.
-fn load_qkv(weights: &Weights, config: AttentionConfig, names: Projections, own: QkvRows) -> Result<Linear> {
+fn load_qkv(weights: &Weights, config: AttentionConfig, projections: Projections, own: &QkvRows) -> Result<Linear> {
     let AttentionConfig { hidden_size, qkv_bias, .. } = config;
-    let (q_size, kv_size) = config.projection_sizes();
+    let (q_size, kv_size) = (config.q_size(), config.kv_size());
     let QkvRows { q, kv } = own;
-    if let Projections::Separate = names {
+    if let Projections::Separate = projections {
         let part = |name, rows: &Range<usize>, size| (weights.at(name).rows([rows.clone()], size), rows.len());
-        let parts = [part("q_proj", &q, q_size), part("k_proj", &kv, kv_size), part("v_proj", &kv, kv_size)];
+        let parts = [part("q_proj", q, q_size), part("k_proj", kv, kv_size), part("v_proj", kv, kv_size)];
         return Linear::load_stacked(&parts, hidden_size, qkv_bias);
     }
+    // A fused matrix has the rows of q, then those of k, then those of v.
     let rows = q.len() + 2 * kv.len();
     let k = q_size + kv.start..q_size + kv.end;
     let v = k.start + kv_size..k.end + kv_size;
-    let fused = |name| weights.at(name).rows([q, k, v], q_size + 2 * kv_size);
-    match names {
-        Projections::FusedTransposed { qkv, .. } => Linear::load_transposed(&fused(qkv), hidden_size, rows),
+    let fused = |name| weights.at(name).rows([q.clone(), k, v], q_size + 2 * kv_size);
+    match projections {
+        Projections::FusedTransposed(names) => Linear::load_transposed(&fused(names.qkv), hidden_size, rows),
         _ => Linear::load(&fused("qkv_proj"), hidden_size, rows, qkv_bias),
     }
 }

@@ -9,7 +9,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
 use super::attention::Attention;
-use super::decoder_config::{DecoderConfig, LayerInfo};
+use super::decoder_config::{DecoderConfig, LayerInfo, LearnedPositions};
 use super::kv_cache::{CacheLayout, KvCache, LayerSpec};
 use super::layer::DecoderLayer;
 use super::linear::{Bias, Linear};
@@ -82,31 +82,33 @@ impl Decoder {
         tensors: TensorTable,
         load_sublayers: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
     ) -> Result<Self> {
-        let DecoderConfig { vocab_size, hidden_size, names, tie_word_embeddings, .. } = config;
-        if let Some((_, positions)) = config.learned_positions.filter(|&(_, positions)| positions < context) {
+        let DecoderConfig { hidden_size, names, .. } = config;
+        if let Some(learned) = config.learned_positions.filter(|learned| learned.positions < context) {
+            let positions = learned.positions;
             bail!("cannot load a context of {context} positions: the model has only {positions} learned positions");
         }
         let root = if config.prefix.is_empty() { weights.clone() } else { weights.at(&config.prefix) };
-        let layers = root.at(names.layers);
+        let layer_weights = root.at(names.layers);
         let layer_count = config.cache_layers.len();
-        layers.check_layer_count(layer_count)?;
+        layer_weights.check_layer_count(layer_count)?;
         let world = weights.world().clone();
-        let own = world.stages().map_or(0..layer_count, |stages| stages[world.rank()].clone());
-        let embed_tokens = load_embedding(&root.at(names.embed_tokens), vocab_size, hidden_size, tie_word_embeddings)?;
-        let load_positions = |(name, positions)| root.at(name).float("weight", &[positions, hidden_size]);
-        let decoder_layers = load_layers(&root, context, &config, own.clone(), load_sublayers)?;
-        let cache_layers: Vec<_> = decoder_layers.iter().map(|layer| layer.self_attn.config.spec).collect();
+        let own_layers = world.stages().map_or(0..layer_count, |stages| stages[world.rank()].clone());
+        let embed_tokens = load_embedding(&root, &config)?;
+        let load_positions =
+            |learned: LearnedPositions| root.at(learned.name).float("weight", &[learned.positions, hidden_size]);
+        let layers = load_layers(&root, context, &config, own_layers.clone(), load_sublayers)?;
+        let cache_layers: Vec<_> = layers.iter().map(|layer| layer.self_attn.config.spec).collect();
         let decoder = Self {
             cache_layout: match world.stages() {
-                Some(_) => CacheLayout::new(&config.cache_layers).of_layers(own.clone()),
+                Some(_) => CacheLayout::new(&config.cache_layers).of_layers(own_layers.clone()),
                 None => CacheLayout::new(&cache_layers),
             },
             cache_layers,
-            layers: decoder_layers,
-            first_layer: own.start,
+            layers,
+            first_layer: own_layers.start,
             layer_count,
             norm: Norm::load(&root.at(names.norm), hidden_size, config.norm)?,
-            lm_head: load_head(weights, &embed_tokens, vocab_size, hidden_size, tie_word_embeddings)?,
+            lm_head: load_head(weights, &embed_tokens, &config)?,
             embed_positions: config.learned_positions.map(load_positions).transpose()?,
             embed_scale: config.embed_scale,
             final_softcap: config.final_softcap,
@@ -120,7 +122,7 @@ impl Decoder {
         // A rank that holds no part of a matrix does not load it.
         // If ranks divide each layer, only the first rank is certain to hold a part of every matrix.
         if decoder.world.is_first() || decoder.world.stages().is_some() {
-            layers.check_all_loaded(own, layer_count, tensors)?;
+            layer_weights.check_all_loaded(own_layers, layer_count, tensors)?;
         }
         Ok(decoder)
     }
@@ -159,9 +161,9 @@ impl Decoder {
     pub fn hidden_states(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, mut tap: Option<Tap>) -> Result<Tensor> {
         scratch::begin_layer();
         let x = self.embed_tokens.embed(ids, self.embed_scale)?;
-        let positions =
+        let position_embeddings =
             self.embed_positions.as_ref().map(|table| embed(table, pass.queries().positions(), 1.0)).transpose()?;
-        let mut residual = Residual::new(x, positions, &self.layer_world);
+        let mut residual = Residual::new(x, position_embeddings, &self.layer_world);
 
         for stage in 0..self.stages() {
             let is_own = self.is_own(stage);
@@ -260,10 +262,9 @@ impl Decoder {
     /// For `Auto`, returns the backend that `Auto` chooses for this rank's last layer.
     /// Fails with the reason if a layer of this rank does not support the backend.
     pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend, String> {
-        let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
-        for (_, layer) in self.own_layers() {
-            let config = &layer.self_attn.config;
-            chosen = backend.choose(on_gpu, layer.self_attn.dtype(), config.spec.head_dim, config.softcap)?;
+        let mut chosen = backend;
+        for layer in &self.layers {
+            chosen = layer.self_attn.choose_backend(backend, self.is_on_gpu())?;
         }
         self.backend = backend;
         Ok(chosen)
@@ -278,10 +279,8 @@ impl Decoder {
     /// If so, a CUDA graph cannot capture a pass.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
-        let on_gpu = self.is_on_gpu();
         self.layers.iter().any(|layer| {
-            let config = &layer.self_attn.config;
-            let chosen = self.backend.choose(on_gpu, layer.self_attn.dtype(), config.spec.head_dim, config.softcap);
+            let chosen = layer.self_attn.choose_backend(self.backend, self.is_on_gpu());
             matches!(chosen, Ok(AttentionBackend::CandleFlashAttn))
         })
     }
@@ -383,12 +382,12 @@ impl Decoder {
     }
 }
 
-/// Loads the layers in `own`. Layers with the same RoPE frequencies share one pair of cos and sin tables.
+/// Loads the layers in `own_layers`. Layers with the same RoPE frequencies share one pair of cos and sin tables.
 fn load_layers(
     root: &Weights,
     context: usize,
     config: &DecoderConfig,
-    own: Range<usize>,
+    own_layers: Range<usize>,
     load_sublayers: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
 ) -> Result<Vec<DecoderLayer>> {
     let rotary = |frequencies| RotaryEmbedding::new(frequencies, context, root.device()).map(Arc::new);
@@ -397,49 +396,44 @@ fn load_layers(
         Some(frequencies) => rotary(frequencies)?,
         None => full_rotary.clone(),
     };
+    // A rank that runs a stage holds whole layers, so it loads every matrix undivided.
     let root = if root.world().stages().is_some() { root.undivided() } else { root.clone() };
     let load_layer = |(index, &spec): (usize, &LayerSpec)| -> Result<DecoderLayer> {
         let (names, weights) = (config.names, root.at(config.names.layers).at(index));
         let norm = |name| Norm::load(&weights.at(name), config.hidden_size, config.norm);
-        let (attention_post_norm, mlp_post_norm) = names.post_norms.unzip();
         let rotary = if spec.window.is_some() { &sliding_rotary } else { &full_rotary };
         let (self_attn, mlp) = load_sublayers(&weights, LayerInfo { index, spec, rotary: rotary.clone() })?;
         Ok(DecoderLayer {
             attention_norm: norm(names.attention_norm)?,
             self_attn,
-            attention_post_norm: attention_post_norm.map(norm).transpose()?,
+            attention_post_norm: names.attention_post_norm.map(norm).transpose()?,
             mlp_norm: norm(names.mlp_norm)?,
             mlp,
-            mlp_post_norm: mlp_post_norm.map(norm).transpose()?,
+            mlp_post_norm: names.mlp_post_norm.map(norm).transpose()?,
         })
     };
-    config.cache_layers.iter().enumerate().take(own.end).skip(own.start).map(load_layer).collect()
+    config.cache_layers.iter().enumerate().take(own_layers.end).skip(own_layers.start).map(load_layer).collect()
 }
 
-/// Loads an embedding `[vocab, hidden]`.
-/// A float embedding stays unquantized unless it is also the output head (`is_head`).
+/// Loads the token embedding, `[vocab, hidden]`.
+/// A float embedding stays unquantized unless it is also the output head.
 /// Quantization speeds up the output head, which reads all rows, but not the lookup, which reads one row per token.
-fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
-    let weights = if is_head { weights.clone() } else { weights.unquantized() };
-    Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
+fn load_embedding(root: &Weights, config: &DecoderConfig) -> Result<Matrix> {
+    let weights = root.at(config.names.embed_tokens);
+    let weights = if config.tie_word_embeddings { weights } else { weights.unquantized() };
+    Weights::matrix(&[(weights, config.vocab_size)], "weight", config.hidden_size)
 }
 
 /// Loads this rank's rows of the output head.
-fn load_head(
-    weights: &Weights,
-    embedding: &Matrix,
-    vocab_size: usize,
-    hidden_size: usize,
-    is_tied: bool,
-) -> Result<Linear> {
-    let share = weights.world().share(vocab_size, 1);
-    if !is_tied {
-        let head = weights.at("lm_head").rows([share.clone()], vocab_size);
-        return Linear::load(&head, hidden_size, share.len(), Bias::Without);
+fn load_head(weights: &Weights, embed_tokens: &Matrix, config: &DecoderConfig) -> Result<Linear> {
+    let share = weights.world().share(config.vocab_size, 1);
+    if !config.tie_word_embeddings {
+        let head = weights.at("lm_head").rows([share.clone()], config.vocab_size);
+        return Linear::load(&head, config.hidden_size, share.len(), Bias::Without);
     }
     // Every rank holds the whole embedding, so a tied output head shares memory with this rank's rows of it.
     match weights.world().size() {
-        1 => Ok(Linear::tied(embedding.clone())),
-        _ => Ok(Linear::tied(embedding.rows(share.start, share.len())?)),
+        1 => Ok(Linear::tied(embed_tokens.clone())),
+        _ => Ok(Linear::tied(embed_tokens.rows(share.start, share.len())?)),
     }
 }

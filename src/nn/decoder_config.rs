@@ -22,8 +22,8 @@ pub struct DecoderConfig {
     pub names: DecoderNames,
     /// The factor by which token embeddings are multiplied.
     pub embed_scale: f32,
-    /// The tensor name and the number of positions of the learned position embedding, if any.
-    pub learned_positions: Option<(&'static str, usize)>,
+    /// The learned position embedding, in models that have one instead of RoPE.
+    pub learned_positions: Option<LearnedPositions>,
     /// The soft cap of logits, if any: a logit l becomes cap · tanh(l / cap).
     pub final_softcap: Option<f32>,
 }
@@ -48,6 +48,15 @@ impl DecoderConfig {
     }
 }
 
+/// The name and the size of a learned position embedding, `[positions, hidden]`.
+#[derive(Clone, Copy)]
+pub struct LearnedPositions {
+    /// The name of the module in a checkpoint, such as `wpe`.
+    pub name: &'static str,
+    /// The number of positions, which limits the context.
+    pub positions: usize,
+}
+
 /// The names of a decoder's embedding, layers and norms in a checkpoint.
 #[derive(Clone, Copy)]
 pub struct DecoderNames {
@@ -55,10 +64,12 @@ pub struct DecoderNames {
     pub layers: &'static str,
     /// The norm before attention.
     pub attention_norm: &'static str,
+    /// The norm of the attention output, if the model has one.
+    pub attention_post_norm: Option<&'static str>,
     /// The norm before the MLP.
     pub mlp_norm: &'static str,
-    /// The norms of the attention output and of the MLP output, if the model has them.
-    pub post_norms: Option<(&'static str, &'static str)>,
+    /// The norm of the MLP output, if the model has one.
+    pub mlp_post_norm: Option<&'static str>,
     /// The norm before the output head.
     pub norm: &'static str,
 }
@@ -69,8 +80,9 @@ impl DecoderNames {
         embed_tokens: "embed_tokens",
         layers: "layers",
         attention_norm: "input_layernorm",
+        attention_post_norm: None,
         mlp_norm: "post_attention_layernorm",
-        post_norms: None,
+        mlp_post_norm: None,
         norm: "norm",
     };
 }

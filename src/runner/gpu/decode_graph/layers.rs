@@ -13,7 +13,7 @@ use crate::kernels::decode::{
 use crate::kernels::launch::LaunchList;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::experts::ExpertWeights;
-use crate::nn::attention::Attention;
+use crate::nn::attention::{Attention, QkNorms};
 use crate::nn::layer::DecoderLayer;
 use crate::nn::linear::Linear;
 use crate::nn::mlp::GatedMlp;
@@ -91,16 +91,16 @@ pub(super) fn add_attention(
     cache: CachedLayer,
     table: &Tensor,
 ) -> Result<()> {
-    let Attention { qkv_proj, o_proj, qk_norm, rotary, config, .. } = &layer.self_attn;
+    let Attention { qkv_proj, o_proj, qk_norms, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
     let q = layer_buffers.tensor(Contents::Queries, &[heads, head_dim], dtype, device)?;
     let qk_shape = [heads + config.spec.kv_heads, head_dim];
     let unnormalized_qk = layer_buffers.tensor(Contents::UnnormalizedQk, &qk_shape, DType::F32, device)?;
-    let qk_norm = qk_norm.as_ref().map(|(q, k)| QkNormBuffers {
-        q: &q.weight,
-        k: &k.weight,
-        eps: q.eps,
+    let qk_norm = qk_norms.as_ref().map(|QkNorms { q_norm, k_norm }| QkNormBuffers {
+        q: &q_norm.weight,
+        k: &k_norm.weight,
+        eps: q_norm.eps,
         unnormalized: &unnormalized_qk,
     });
     let qkv = QkvProjection {

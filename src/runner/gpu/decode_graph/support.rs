@@ -57,7 +57,7 @@ fn has_empty_part(decoder: &Decoder) -> bool {
 
 /// Returns whether any norm of a layer, including its q/k norms, is a LayerNorm.
 fn has_layer_norm(layer: &DecoderLayer) -> bool {
-    let qk_norms = layer.self_attn.qk_norm.iter().flat_map(|(q, k)| [q, k]);
+    let qk_norms = layer.self_attn.qk_norms.iter().flat_map(|norms| [&norms.q_norm, &norms.k_norm]);
     layer.norms().chain(qk_norms).any(|norm| norm.bias.is_some())
 }
 
