@@ -70,7 +70,8 @@ impl Norm {
 
     /// Normalizes x `[tokens, hidden]`. Input and output are f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(self.add_norm(x, None, DType::F32)?.1)
+        let (_, normed) = self.add_norm(x, None, DType::F32)?;
+        Ok(normed)
     }
 }
 

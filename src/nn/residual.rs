@@ -54,6 +54,7 @@ impl PartialRows {
 /// The form in which a linear layer returns a [`PartialOutput`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PartialForm {
+    /// The whole product, in f32.
     F32,
     /// The product may be split into several terms, which the kernel that updates the residual stream adds up.
     ProductTerms,
@@ -88,7 +89,7 @@ fn sum_terms(terms: &Tensor) -> Result<Tensor> {
 enum Pending<'l> {
     /// This rank's partial result, which is not yet added to the partial results of the other ranks.
     Partial(PartialOutput<'l>),
-    /// A complete output or a second embedding, f32 `[tokens, hidden]`, which is the same on all ranks.
+    /// A complete output or the position embeddings, f32 `[tokens, hidden]`, which are the same on all ranks.
     Whole(Tensor),
 }
 
@@ -108,10 +109,9 @@ pub(super) struct Residual<'l> {
 
 impl<'l> Residual<'l> {
     /// Creates a residual stream that starts with x: token embeddings, or the output of the previous stage.
-    /// `second` holds the position embeddings, if any, which are added to x.
-    /// Both are f32 `[tokens, hidden]`, and the same on all ranks.
-    pub fn new(x: Tensor, second: Option<Tensor>, world: &'l World) -> Self {
-        Self { world, x, is_divided: false, pending: second.map(Pending::Whole) }
+    /// Position embeddings, if any, are added to x. Both are f32 `[tokens, hidden]`, and the same on all ranks.
+    pub fn new(x: Tensor, position_embeddings: Option<Tensor>, world: &'l World) -> Self {
+        Self { world, x, is_divided: false, pending: position_embeddings.map(Pending::Whole) }
     }
 
     /// Returns the form for this rank's partial result with `rows` rows.
@@ -141,22 +141,19 @@ impl<'l> Residual<'l> {
 
     /// Adds the partial results of all ranks and the bias to x. Returns the normalized sum, in `dtype`.
     /// `output` is this rank's partial result.
-    ///
-    /// If no kernel supports the form of the partial result, several ranks must try again with rows, because other
-    /// ranks may wait for this rank (see [`World::update_residual`]).
     fn add_norm_partial(&mut self, output: PartialOutput, norm: &Norm, dtype: DType) -> Result<Tensor> {
         let PartialOutput { rows, bias } = output;
-        let fused = self.add_norm_fused(&rows, bias, norm, dtype)?;
-        match (fused, rows) {
-            (Some(normed), _) => Ok(normed),
-            (None, rows) if self.world.size() == 1 || matches!(rows, PartialRows::Summed(_)) => {
-                self.add_norm_unfused(PartialOutput { rows, bias }, norm, dtype)
-            }
-            (None, rows) => {
-                let rows = PartialRows::Summed(rows.summed(self.partial_form(self.x.dim(0)?, None)?)?);
-                self.add_norm_partial(PartialOutput { rows, bias }, norm, dtype)
-            }
+        if let Some(normed) = self.add_norm_fused(&rows, bias, norm, dtype)? {
+            return Ok(normed);
         }
+        if self.world.size() == 1 || matches!(rows, PartialRows::Summed(_)) {
+            return self.add_norm_unfused(PartialOutput { rows, bias }, norm, dtype);
+        }
+        // Other ranks may already wait in the update, because a kernel supports the form of their partial results.
+        // Try again with rows: in this form, either all ranks run the update or none does (`World::update_residual`).
+        let form = self.partial_form(self.x.dim(0)?, None)?;
+        let rows = PartialRows::Summed(rows.summed(form)?);
+        self.add_norm_partial(PartialOutput { rows, bias }, norm, dtype)
     }
 
     /// Does the work of [`add_norm_partial`](Self::add_norm_partial) in several kernels. Supports every norm.
