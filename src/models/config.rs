@@ -38,7 +38,7 @@ pub(super) struct CommonConfig {
     pub sliding_window: Option<usize>,
     pub layer_types: Option<Vec<LayerType>>,
     #[serde(default)]
-    pub attention_bias: bool,
+    attention_bias: bool,
     pub hidden_act: Activation,
     #[serde(flatten)]
     pub rope: RopeConfig,
@@ -62,9 +62,9 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     let fallback = serde_json::json!({"tie_word_embeddings": false, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0});
     for source in [defaults, fallback] {
         let (Value::Object(source), Some(fields)) = (source, json.as_object_mut()) else { continue };
-        source.into_iter().for_each(|(name, value)| {
+        for (name, value) in source {
             fields.entry(name).or_insert(value);
-        });
+        }
     }
     from_json(json)
 }
@@ -181,9 +181,11 @@ impl CommonConfig {
     }
 
     pub fn head_dim(&self) -> usize {
+        // The config may not be validated yet, so the number of heads may be 0.
         self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
     }
 
+    /// Returns the RoPE frequencies of a model that is loaded for `context` positions.
     pub fn frequencies(&self, context: usize) -> Result<RopeFrequencies> {
         let lengths = RopeLengths { max_position_embeddings: self.max_position_embeddings, context };
         self.rope.frequencies(self.rope.rotary_dim(self.head_dim()), lengths, 10_000.0)
@@ -211,10 +213,14 @@ impl CommonConfig {
         self.sliding_window.filter(|_| sliding)
     }
 
+    /// Returns the attention config of a layer. `attention_bias` determines whether the projections have biases.
     pub fn attention(&self, spec: LayerSpec) -> AttentionConfig {
-        AttentionConfig::new(self.hidden_size, self.num_attention_heads, spec)
+        let bias = Bias::from(self.attention_bias);
+        let config = AttentionConfig::new(self.hidden_size, self.num_attention_heads, spec);
+        AttentionConfig { qkv_bias: bias, o_bias: bias, ..config }
     }
 
+    /// Returns the config of a layer's dense MLP.
     pub fn mlp(&self) -> MlpConfig {
         let Self { hidden_size, intermediate_size, hidden_act: activation, .. } = *self;
         MlpConfig { hidden_size, intermediate_size, activation }
@@ -225,6 +231,7 @@ impl CommonConfig {
         GatedMlp::load(&layer.at("mlp"), self.mlp(), Bias::Without)
     }
 
+    /// Returns a decoder config with Llama's options.
     pub fn decoder_config(&self, cache_layers: Vec<LayerSpec>, context: usize) -> Result<DecoderConfig> {
         let (norm, frequencies) = (NormConfig::rms(self.rms_norm_eps), self.frequencies(context)?);
         Ok(DecoderConfig {
@@ -248,6 +255,8 @@ pub(super) struct ModelSizes {
 }
 
 impl ModelSizes {
+    /// Fails if a size is out of range, if the number of KV heads does not divide the number of query heads,
+    /// or if `head_dim` is odd or too large for the attention kernels.
     pub fn validate(&self) -> Result<()> {
         let sizes = [
             ("hidden_size", self.hidden_size),

@@ -17,7 +17,6 @@ use super::standard::{self, StandardDecoder};
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
-use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
 use crate::nn::norm::{NormConfig, NormKind};
 use crate::weights::tensor_table::{Division::Whole, Form::F32, Group, TensorRow, tensor};
@@ -99,10 +98,7 @@ impl StandardDecoder for Config {
     }
 
     fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
-        let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig {
-            qkv_bias: bias,
-            o_bias: bias,
             scale: self.query_pre_attn_scalar.powf(-0.5) as f32,
             softcap: self.attn_logit_softcapping,
             ..self.common.attention(layer.spec)

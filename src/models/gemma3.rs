@@ -19,7 +19,6 @@ use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::checks::check_size;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
-use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::weights::tensor_table::TensorRow;
@@ -121,10 +120,7 @@ impl StandardDecoder for Config {
     }
 
     fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
-        let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig {
-            qkv_bias: bias,
-            o_bias: bias,
             scale: self.query_pre_attn_scalar.powf(-0.5) as f32,
             qk_norm: Some(gemma2::norm(&self.common)),
             ..self.common.attention(layer.spec)

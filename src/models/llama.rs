@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
 use super::standard::{self, StandardDecoder};
-use crate::nn::attention::{Attention, AttentionConfig};
+use crate::nn::attention::Attention;
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
@@ -48,9 +48,7 @@ impl StandardDecoder for Config {
     }
 
     fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
-        let bias = Bias::from(self.common.attention_bias);
-        let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, ..self.common.attention(layer.spec) };
-        let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
+        let attention = Attention::load(&weights.at("self_attn"), self.common.attention(layer.spec), layer.rotary)?;
         let mlp = GatedMlp::load(&weights.at("mlp"), self.common.mlp(), Bias::from(self.mlp_bias))?;
         Ok((attention, Mlp::Gated(mlp)))
     }

@@ -58,7 +58,9 @@ impl StandardDecoder for Config {
     }
 
     fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
-        let attention = AttentionConfig { qkv_bias: Bias::With, ..self.common.attention(layer.spec) };
+        // Qwen2 has these biases regardless of `attention_bias` in config.json.
+        let attention = self.common.attention(layer.spec);
+        let attention = AttentionConfig { qkv_bias: Bias::With, o_bias: Bias::Without, ..attention };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
         let mlp = self.common.load_mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))

@@ -10,7 +10,6 @@ use super::standard::{self, StandardDecoder};
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
-use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
 use crate::nn::norm::NormConfig;
 use crate::weights::{TensorTable, Weights};
@@ -55,9 +54,8 @@ impl StandardDecoder for Config {
     }
 
     fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
-        let (bias, norm) = (Bias::from(self.common.attention_bias), NormConfig::rms(self.common.rms_norm_eps));
-        let attention = self.common.attention(layer.spec);
-        let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };
+        let norm = NormConfig::rms(self.common.rms_norm_eps);
+        let attention = AttentionConfig { qk_norm: Some(norm), ..self.common.attention(layer.spec) };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
         let mlp = self.common.load_mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))

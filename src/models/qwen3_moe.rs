@@ -110,9 +110,8 @@ impl StandardDecoder for Config {
     }
 
     fn load_sublayers(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
-        let (bias, norm) = (Bias::from(self.common.attention_bias), NormConfig::rms(self.common.rms_norm_eps));
-        let attention = self.common.attention(layer.spec);
-        let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };
+        let norm = NormConfig::rms(self.common.rms_norm_eps);
+        let attention = AttentionConfig { qk_norm: Some(norm), ..self.common.attention(layer.spec) };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
         let weights = weights.at("mlp");
         let mlp = if self.is_sparse(layer.index) {
