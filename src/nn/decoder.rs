@@ -227,7 +227,7 @@ impl Decoder {
     /// Returns the logits over the whole vocabulary, f32 `[rows, vocab]`, from the parts of all ranks.
     /// `own` is this rank's part. All ranks must call this function.
     pub fn logits_of_ranks(&self, own: &Tensor) -> Result<Tensor> {
-        Ok(self.world.concat_columns(own, self.vocab_size())?)
+        Ok(self.world.all_gather_columns(own, self.vocab_size())?)
     }
 
     /// Returns the token ids whose logits this rank computes.
@@ -242,7 +242,7 @@ impl Decoder {
         scratch::begin_layer();
         // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
         let result = if is_own { x.clone() } else { Tensor::zeros((rows, x.dim(1)?), x.dtype(), x.device())? };
-        Ok(self.world.sum(&result)?)
+        Ok(self.world.all_reduce(&result)?)
     }
 
     /// Fails if a token id is outside the vocabulary, or if a sequence exceeds the context of the loaded model.

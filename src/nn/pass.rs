@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 
 use super::kv_cache::{BlockTables, KvCache};
 use crate::kernels::SumOrder;
-use crate::kernels::attention::{AttentionBackend, PassBlocks, Queries};
+use crate::kernels::attention::{AttentionBackend, PassBlocks, QueryLayout};
 
 /// The input of one forward pass: tokens of one or more sequences.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +43,7 @@ pub enum RowSelection {
 
 /// The data of a forward pass that all layers share.
 pub struct Pass {
-    queries: Queries,
+    queries: QueryLayout,
     /// For each layer group, the block tables and the slots of the new tokens.
     blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
@@ -77,7 +77,7 @@ impl Pass {
             bail!("a sequence has {} block tables, but the cache has {groups} layer groups", span.tables.iter().len());
         }
         let spans: Vec<(usize, usize)> = sequences.iter().map(|span| (span.tokens, span.position)).collect();
-        let queries = Queries::new(&spans, device)?;
+        let queries = QueryLayout::new(&spans, device)?;
         let blocks = (0..groups).map(|group| {
             let tables: Vec<&[u32]> = sequences.iter().map(|span| span.tables.table(group)).collect();
             PassBlocks::new(&queries, &tables, cache.blocks(), device)
@@ -90,7 +90,7 @@ impl Pass {
     /// The pass selects the last token of each sequence.
     #[cfg(feature = "cuda")]
     pub(crate) fn from_parts(
-        queries: Queries,
+        queries: QueryLayout,
         blocks: Vec<PassBlocks>,
         backend: AttentionBackend,
         sum_order: SumOrder,
@@ -99,7 +99,7 @@ impl Pass {
     }
 
     /// Returns the position and the sequence of each token.
-    pub fn queries(&self) -> &Queries {
+    pub fn queries(&self) -> &QueryLayout {
         &self.queries
     }
 

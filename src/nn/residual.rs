@@ -248,13 +248,13 @@ impl<'l> Residual<'l> {
 
     /// Returns the sum of all ranks' partial results, as f32. `rows` is this rank's partial result.
     fn sum_rows(&self, rows: &Tensor) -> Result<Tensor> {
-        Ok(self.world.sum_partials(&rows.to_dtype(DType::F32)?)?)
+        Ok(self.world.all_reduce_partials(&rows.to_dtype(DType::F32)?)?)
     }
 
     /// Returns x with the rows of all ranks.
     fn whole(&mut self) -> Result<&Tensor> {
         if self.is_divided {
-            (self.x, self.is_divided) = (self.world.gather_rows(&self.x)?, false);
+            (self.x, self.is_divided) = (self.world.all_gather_rows(&self.x)?, false);
         }
         Ok(&self.x)
     }

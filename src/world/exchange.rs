@@ -23,29 +23,33 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     ///
     /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
     /// Ends the exchange if a wait takes too long.
-    /// Outside a CUDA graph, operations such as [`sum`](Self::sum) wait for the other ranks in the same way.
+    /// Outside a CUDA graph, operations such as [`all_reduce`](Self::all_reduce) wait for the other ranks in the same
+    /// way.
     ///
     /// Without these waits, a rank could load a kernel or allocate memory while its GPU waits for another rank.
     /// Such a driver call can wait for the GPU, and meanwhile holds a lock that the other rank needs for its launch.
     fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
 
-    /// Returns the sum of x over all ranks, for [`World::sum`](super::World::sum).
-    fn sum(&self, x: &Tensor) -> Result<Tensor>;
+    /// Returns the sum of x over all ranks, for [`World::all_reduce`](super::World::all_reduce).
+    fn all_reduce(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
-    fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
+    /// Like [`all_reduce`](Self::all_reduce), but may round each rank's `x` and the sum to bf16, to send half as many
+    /// bytes.
+    fn all_reduce_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Computes a [`ResidualUpdate`], for [`World::update_residual`](super::World::update_residual).
     /// Returns `None` if the update is not supported.
     /// If `rounds` is true, rounds the partial results to bf16, and may round the normalized x' to bf16.
     fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
 
-    /// Collects each row of x from the rank that computed it, for [`World::gather_rows`](super::World::gather_rows).
-    fn gather_rows(&self, x: &Tensor) -> Result<Tensor>;
+    /// Collects each row of x from the rank that computed it, for
+    /// [`World::all_gather_rows`](super::World::all_gather_rows).
+    fn all_gather_rows(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Returns the columns of all ranks side by side, for [`World::concat_columns`](super::World::concat_columns).
+    /// Returns the columns of all ranks side by side, for
+    /// [`World::all_gather_columns`](super::World::all_gather_columns).
     /// If `out`, f32 `[rows, columns]`, is given, writes the columns to `out` and returns it.
-    fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor>;
+    fn all_gather_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor>;
 
     /// Returns the rank that did not answer in time and so ended the exchange, if any.
     ///
@@ -98,7 +102,7 @@ pub struct UpdatedResidual {
     /// x', f32 `[rows, hidden]`.
     pub x: Tensor,
     /// Whether x' is valid only in the rows that this rank computed.
-    /// If so, [`World::gather_rows`](super::World::gather_rows) returns all rows.
+    /// If so, [`World::all_gather_rows`](super::World::all_gather_rows) returns all rows.
     pub is_divided: bool,
     /// The normalized x', `[rows, hidden]`, the same on all ranks.
     pub normed: Tensor,

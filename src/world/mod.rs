@@ -37,7 +37,7 @@ pub use meeting::ProgressWatch;
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The time limit that replaces [`ANSWER_TIMEOUT`] if GPUs exchange tensors by memory copies instead of kernels.
-/// This limit also applies to [`World::all_gather`], for example while the ranks connect or load weights.
+/// This limit also applies to [`World::gather_values`], for example while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -118,10 +118,10 @@ impl World {
     ///
     /// If a rank does not answer in time, a sum that an [`Exchange`] has queued is wrong, and [`check`](Self::check)
     /// reports the rank. If no [`Exchange`] can queue the sum, this function ends the world and fails.
-    pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
-            (_, Some(exchange)) if exchange.can_queue() => exchange.sum(x),
+            (_, Some(exchange)) if exchange.can_queue() => exchange.all_reduce(x),
             (Some(meeting), _) => {
                 let addends = self.gather_tensors(meeting, x)?;
                 addends[1..].iter().try_fold(addends[0].clone(), |sum, addend| sum + addend)
@@ -129,13 +129,13 @@ impl World {
         }
     }
 
-    /// Like [`sum`](Self::sum), for an f32 x that is a partial result of attention or of an MLP.
+    /// Like [`all_reduce`](Self::all_reduce), for an f32 x that is a partial result of attention or of an MLP.
     /// With [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round a large x and the sum to
     /// bf16. The additions are still in f32, and all ranks still get the same bits.
-    pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn all_reduce_partials(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
-            Some(exchange) if self.can_round(x.elem_count()) => exchange.sum_rounded(x),
-            _ => self.sum(x),
+            Some(exchange) if self.can_round(x.elem_count()) => exchange.all_reduce_rounded(x),
+            _ => self.all_reduce(x),
         }
     }
 
@@ -176,26 +176,27 @@ impl World {
 
     /// Collects each row of x from the rank that computed it. x is a divided x' from
     /// [`update_residual`](Self::update_residual).
-    pub fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn all_gather_rows(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
-            Some(exchange) => exchange.gather_rows(x),
+            Some(exchange) => exchange.all_gather_rows(x),
             None => Ok(x.clone()),
         }
     }
 
     /// Returns the columns of all ranks side by side, in rank order: f32 `[rows, columns]`.
     /// x, f32 `[rows, columns of this rank]`, holds this rank's [`share`] of all columns.
-    /// Waits for the other ranks like [`sum`](Self::sum), with the same consequences if a rank does not answer.
-    pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
-        self.concat_columns_into(x, columns, None)
+    /// Waits for the other ranks like [`all_reduce`](Self::all_reduce), with the same consequences if a rank does not
+    /// answer.
+    pub fn all_gather_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
+        self.all_gather_columns_into(x, columns, None)
     }
 
-    /// Like [`concat_columns`](Self::concat_columns), but may write the result to `out`, f32 `[rows, columns]`,
+    /// Like [`all_gather_columns`](Self::all_gather_columns), but may write the result to `out`, f32 `[rows, columns]`,
     /// and return `out`.
-    pub fn concat_columns_into(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
+    pub fn all_gather_columns_into(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
-            (_, Some(exchange)) if exchange.can_queue() => exchange.concat_columns(x, columns, out),
+            (_, Some(exchange)) if exchange.can_queue() => exchange.all_gather_columns(x, columns, out),
             (Some(meeting), _) => {
                 let columns = self.gather_tensors(meeting, x)?;
                 let columns: Vec<&Tensor> = columns.iter().filter(|columns| columns.elem_count() > 0).collect();
@@ -221,9 +222,17 @@ impl World {
         Ok(tensors)
     }
 
+    /// Waits until all ranks have called this function, with the same time limit as
+    /// [`gather_values`](Self::gather_values).
+    pub fn barrier(&self) -> Result<()> {
+        self.gather_values(()).map(drop)
+    }
+
     /// Returns the values of all ranks, in rank order. Waits until all ranks have called this function.
+    /// The ranks pass values between their threads on the host. For tensors, see
+    /// [`all_gather_columns`](Self::all_gather_columns).
     /// If a rank makes no progress for 60 s, ends the world and fails.
-    pub fn all_gather<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
+    pub fn gather_values<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
             Some(meeting) => meeting.gather(self.rank, Arc::new(value), HOST_ANSWER_TIMEOUT),
@@ -258,7 +267,7 @@ impl World {
     /// Ends the world because of a failure, and calls the function of [`on_failure`](Self::on_failure).
     /// If the world has already ended, keeps the first reason. Does nothing in a world of one rank.
     ///
-    /// Calls that pass values between the threads of the ranks, such as [`all_gather`](Self::all_gather), then fail
+    /// Calls that pass values between the threads, such as [`gather_values`](Self::gather_values), then fail
     /// with `reason`. Operations of an [`Exchange`] do not fail, but stop waiting, so their results can be wrong.
     /// [`check`](Self::check) reports the failure.
     pub fn end(&self, reason: &str) {

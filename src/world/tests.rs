@@ -38,7 +38,7 @@ fn sums_are_added_in_the_order_of_the_ranks() {
     for _ in 0..100 {
         let sums = on_threads(3, |world| {
             let x = Tensor::new(&[values[world.rank()], world.rank() as f32], &Device::Cpu).unwrap();
-            world.sum(&x).unwrap().to_vec1::<f32>().unwrap()
+            world.all_reduce(&x).unwrap().to_vec1::<f32>().unwrap()
         });
         assert_eq!(sums, [[0.0, 3.0], [0.0, 3.0], [0.0, 3.0]]);
     }
@@ -49,7 +49,7 @@ fn ranks_exchange_many_times_without_mixing_data() {
     let sums = on_threads(4, |world| {
         (0..1000).all(|round| {
             let x = Tensor::new(&[(round * world.rank()) as f32], &Device::Cpu).unwrap();
-            world.sum(&x).unwrap().to_vec1::<f32>().unwrap() == [(6 * round) as f32]
+            world.all_reduce(&x).unwrap().to_vec1::<f32>().unwrap() == [(6 * round) as f32]
         })
     });
     assert_eq!(sums, [true; 4]);
@@ -61,7 +61,7 @@ fn uneven_and_empty_columns_are_placed_side_by_side() {
         let rows = on_threads(3, |world| {
             let own = world.share(columns, 1).len();
             let x = Tensor::full(world.rank() as f32, (2, own), &Device::Cpu).unwrap();
-            world.concat_columns(&x, columns).unwrap().to_vec2::<f32>().unwrap()
+            world.all_gather_columns(&x, columns).unwrap().to_vec2::<f32>().unwrap()
         });
         assert!(rows.iter().all(|rows| rows[0] == expected && rows[1] == expected), "{rows:?}");
     }
@@ -70,7 +70,7 @@ fn uneven_and_empty_columns_are_placed_side_by_side() {
 #[test]
 fn every_rank_gets_the_values_of_all() {
     let values = on_threads(3, |world| {
-        let of_ranks = world.all_gather(world.rank() * 10).unwrap();
+        let of_ranks = world.gather_values(world.rank() * 10).unwrap();
         (of_ranks.iter().map(|value| **value).collect::<Vec<_>>(), world.check().is_ok())
     });
     assert_eq!(values, vec![(vec![0, 10, 20], true); 3]);
@@ -83,7 +83,7 @@ fn the_end_of_a_world_frees_the_ranks_that_wait() {
             world.end("rank 2 failed");
             String::new()
         }
-        _ => world.sum(&Tensor::new(&[1f32], &Device::Cpu).unwrap()).unwrap_err().to_string(),
+        _ => world.all_reduce(&Tensor::new(&[1f32], &Device::Cpu).unwrap()).unwrap_err().to_string(),
     });
     assert!(errors[..2].iter().all(|error| error.contains("rank 2 failed")), "{errors:?}");
 }

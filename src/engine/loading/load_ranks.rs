@@ -215,9 +215,9 @@ mod tests {
     fn error_of(load: impl Fn(&World) -> Result<()> + Sync) -> anyhow::Error {
         let mut worlds = World::threads(3).into_iter();
         let run = |world: World| -> Result<()> {
-            world.all_gather(())?;
+            world.barrier()?;
             load(&world)?;
-            world.all_gather(())?;
+            world.barrier()?;
             Ok(())
         };
         let started = Instant::now();

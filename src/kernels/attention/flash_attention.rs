@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::inputs::AttentionInputs;
 use super::mask::AttentionMask;
-use super::paged::{CachedLayer, Queries};
+use super::paged::{CachedLayer, QueryLayout};
 use super::shape::AttentionShape;
 use super::tile_kernel::{GpuLimits, RowCounts, TileKernel, fixed_partitions};
 use crate::kernels::SumOrder;
@@ -48,7 +48,7 @@ struct TileGrid {
 enum LaunchRows {
     /// All rows. Each sequence has `tokens` new tokens.
     Uniform { tokens: usize },
-    /// The rows in a list of row tiles, u32 `[tiles, 4]` (see [`Queries::row_tiles`]).
+    /// The rows in a list of row tiles, u32 `[tiles, 4]` (see [`QueryLayout::row_tiles`]).
     Listed(Tensor),
 }
 
@@ -163,7 +163,7 @@ impl FlashAttention {
         device: &CudaDevice,
         q: &Tensor,
         layer: CachedLayer,
-        queries: &Queries,
+        queries: &QueryLayout,
         mask: AttentionMask,
         sum_order: SumOrder,
     ) -> Result<Vec<Self>> {
@@ -198,7 +198,7 @@ impl FlashAttention {
         device: &CudaDevice,
         q: &Tensor,
         layer: CachedLayer,
-        queries: &Queries,
+        queries: &QueryLayout,
         mask: AttentionMask,
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use super::mask::AttentionMask;
-use super::paged::{CachedLayer, PassBlocks, Queries};
+use super::paged::{CachedLayer, PassBlocks, QueryLayout};
 use crate::kernels::SumOrder;
 
 /// The inputs of [`attention`](super::attention()).
@@ -14,7 +14,7 @@ pub struct AttentionInputs<'t> {
     /// The cached keys and values, in the dtype of `q`.
     /// The keys and values of all positions that the queries attend to must already be in the cache.
     pub layer: CachedLayer<'t>,
-    pub queries: &'t Queries,
+    pub queries: &'t QueryLayout,
     /// The block tables of the sequences in `queries`, and the slots of their new tokens.
     pub blocks: &'t PassBlocks,
     /// The attention sinks, one logit per head: f32 `[heads]`. `None` for attention without sinks.

@@ -35,7 +35,7 @@ pub use backend::AttentionBackend;
 pub use flash_attention::{FlashAttention, FlashTensors};
 pub use inputs::AttentionInputs;
 pub use mask::AttentionMask;
-pub use paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, QuerySpan, slot};
+pub use paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, QueryLayout, QuerySpan, slot};
 pub use portable_attention::{ReferenceInputs, reference};
 pub use shape::AttentionShape;
 

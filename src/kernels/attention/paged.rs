@@ -41,7 +41,7 @@ impl QuerySpan {
 }
 
 /// The queries of one pass: tokens of one or more sequences, one sequence after the other.
-pub struct Queries {
+pub struct QueryLayout {
     spans: Vec<QuerySpan>,
     /// u32 `[tokens]`: the position of each token.
     positions: Tensor,
@@ -64,7 +64,7 @@ pub struct PassBlocks {
     pub slots: Tensor,
 }
 
-impl Queries {
+impl QueryLayout {
     /// Creates the queries of a pass.
     /// For each sequence, `sequences` lists the number of new tokens and the position of the first new token.
     pub fn new(sequences: &[(usize, usize)], device: &Device) -> Result<Self> {
@@ -192,7 +192,7 @@ impl PassBlocks {
     ///
     /// `tables` has one block table per sequence, and `blocks` is the number of blocks in the cache.
     /// Fails if the number of tables is wrong, a table is too short, or a used block is not in the cache.
-    pub fn new(queries: &Queries, tables: &[&[u32]], blocks: usize, device: &Device) -> Result<Self> {
+    pub fn new(queries: &QueryLayout, tables: &[&[u32]], blocks: usize, device: &Device) -> Result<Self> {
         let ends = queries.spans.iter().map(|span| span.position + span.tokens);
         let used: Vec<usize> = ends.map(|end| end.div_ceil(BLOCK_TOKENS)).collect();
         let are_long_enough = tables.len() == used.len() && tables.iter().zip(&used).all(|(t, &used)| t.len() >= used);

@@ -78,7 +78,7 @@ pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> Candle
         const OPERATIONS: usize = 100;
         let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
         device.cuda_stream().synchronize().w()?;
-        world.all_gather(())?;
+        world.barrier()?;
         let started = Instant::now();
         for _ in 0..OPERATIONS {
             exchange.queue_sum(&x)?;
@@ -100,5 +100,5 @@ fn agree<T: Send + Sync + 'static>(
     result: CandleResult<T>,
 ) -> CandleResult<Result<Vec<Arc<T>>, String>> {
     let own = result.map(Arc::new).map_err(|error| error.to_string());
-    Ok(world.all_gather(own)?.iter().map(|of_rank| (**of_rank).clone()).collect())
+    Ok(world.gather_values(own)?.iter().map(|of_rank| (**of_rank).clone()).collect())
 }

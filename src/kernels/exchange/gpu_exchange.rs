@@ -280,11 +280,11 @@ impl Exchange for GpuExchange {
         self.launch_within(if may_load { LOAD_TIMEOUT } else { ANSWER_TIMEOUT }, launch)
     }
 
-    fn sum(&self, x: &Tensor) -> Result<Tensor> {
+    fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
         self.queue_sum(x)
     }
 
-    fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
+    fn all_reduce_rounded(&self, x: &Tensor) -> Result<Tensor> {
         self.queue_rounded_sum(x)
     }
 
@@ -292,11 +292,11 @@ impl Exchange for GpuExchange {
         self.queue_update(update, rounds)
     }
 
-    fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
+    fn all_gather_rows(&self, x: &Tensor) -> Result<Tensor> {
         self.queue_gather(x)
     }
 
-    fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
+    fn all_gather_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
         self.queue_columns(x, columns, out)
     }
 

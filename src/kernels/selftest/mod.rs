@@ -17,7 +17,7 @@ use crate::kernels::SumOrder;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
 use crate::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, SplitQkvInputs, split_qkv};
 use crate::kernels::attention::{
-    AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention,
+    AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, QueryLayout, attention,
 };
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::moe::combine::combine;
@@ -321,7 +321,7 @@ fn attend(target: CheckTarget, noise: &mut Noise, case: AttentionCase, backend: 
     let layer = CachedLayer { k: &k, v: &v };
     // The blocks are in reverse order, so that a kernel that ignores the block table fails the check.
     let table: Vec<u32> = (0..blocks as u32).rev().collect();
-    let queries = Queries::new(&[(tokens, position)], target.device)?;
+    let queries = QueryLayout::new(&[(tokens, position)], target.device)?;
     let pass_blocks = PassBlocks::new(&queries, &[&table], blocks, target.device)?;
     let backend = if target.device.is_cpu() { AttentionBackend::Auto } else { backend };
     let attend = |window| {

@@ -21,7 +21,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::queued_step_buffers::QueuedStepBuffers;
 use crate::kernels::SumOrder;
-use crate::kernels::attention::{PassBlocks, Queries, slot};
+use crate::kernels::attention::{PassBlocks, QueryLayout, slot};
 use crate::kernels::launch::LaunchGraph;
 use crate::kernels::matmul::dense_wgmma::LogitsOutput;
 use crate::kernels::rows::copy_rows;
@@ -266,8 +266,12 @@ impl BatchGraph {
             Ok(PassBlocks { tables, slots: columns(2 + group, 1)? })
         };
         let blocks = (0..groups).map(blocks).collect::<candle_core::Result<Vec<_>>>()?;
-        let pass =
-            Pass::from_parts(Queries::one_token_each(columns(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
+        let pass = Pass::from_parts(
+            QueryLayout::one_token_each(columns(1, 1)?)?,
+            blocks,
+            decoder.attention_backend(),
+            sum_order,
+        );
         Ok(Self {
             ids: columns(0, 1)?,
             pass,
@@ -405,7 +409,7 @@ impl BatchGraph {
         if ranks == 1 {
             return Ok(true);
         }
-        let of_ranks = decoder.world().concat_columns_into(&found, best.dim(1)?, Some(best))?;
+        let of_ranks = decoder.world().all_gather_columns_into(&found, best.dim(1)?, Some(best))?;
         if of_ranks.id() != best.id() {
             copy_rows(best, &of_ranks, 0)?;
         }

@@ -23,7 +23,7 @@ impl RankModel {
     pub fn plan_decode_graph(&self, limits: RunnerLimits, options: RunnerOptions) -> Result<PlannedGraph> {
         let planned = self.plan_own_graph(limits, options);
         let has_none = !matches!(planned, Ok(Ok(_)));
-        let have_none = self.decoder.world().all_gather(has_none)?;
+        let have_none = self.decoder.world().gather_values(has_none)?;
         if !has_none && have_none.iter().any(|has_none| **has_none) {
             return Ok(Err(NoDecodeGraphReason::OtherRank));
         }

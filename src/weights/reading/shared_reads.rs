@@ -108,7 +108,7 @@ impl SharedReads {
                 self.world.record_progress();
                 convert(own.start + row, buffer, values)
             })?;
-            let parts = self.world.all_gather(RankRows { tensor: name.to_string(), values })?;
+            let parts = self.world.gather_values(RankRows { tensor: name.to_string(), values })?;
             for (rank, converted) in parts.iter().enumerate() {
                 let rows = part(rank);
                 check(name, &converted.tensor, converted.values.len(), rows.len() * row_length)?;
@@ -137,7 +137,7 @@ impl SharedReads {
             let own = part(self.world.rank());
             let buffer = self.read_own(tensor, start + own.start..start + own.end)?;
             let length = own.len();
-            let parts = self.world.all_gather(RankBytes { tensor: name.to_string(), buffer, length })?;
+            let parts = self.world.gather_values(RankBytes { tensor: name.to_string(), buffer, length })?;
             for (rank, bytes) in parts.iter().enumerate() {
                 let range = part(rank);
                 check(name, &bytes.tensor, bytes.length, range.len())?;

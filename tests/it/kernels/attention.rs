@@ -5,7 +5,8 @@ use candle_core::{DType, Device, Tensor};
 use inferno::kernels::SumOrder;
 use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, SplitQkvInputs, split_qkv};
 use inferno::kernels::attention::{
-    AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
+    AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, QueryLayout, attention,
+    slot,
 };
 
 use super::{assert_close, assert_elements_close, rounding, to_device};
@@ -167,7 +168,7 @@ fn run_attention(
     options: AttentionOptions,
 ) -> Tensor {
     let AttentionOptions { mask, sinks, sum_order, backend } = options;
-    let queries = Queries::new(spans, q.device()).unwrap();
+    let queries = QueryLayout::new(spans, q.device()).unwrap();
     let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
     let blocks = PassBlocks::new(&queries, &tables, layer.k.dim(0).unwrap() / BLOCK_TOKENS, q.device()).unwrap();
     let inputs = AttentionInputs { q, layer, queries: &queries, blocks: &blocks, sinks, mask, sum_order };
@@ -344,7 +345,7 @@ fn attention_of_a_batch_equals_attention_of_its_sequences() {
 
 #[test]
 fn block_tables_are_checked() {
-    let queries = Queries::new(&[(1, 64)], &Device::Cpu).unwrap();
+    let queries = QueryLayout::new(&[(1, 64)], &Device::Cpu).unwrap();
     let new = |table: &[u32]| PassBlocks::new(&queries, &[table], 3, &Device::Cpu);
     assert!(new(&[1, 2]).is_ok());
     assert!(new(&[1]).is_err(), "a block table without a block for position 64 was accepted");

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use inferno::kernels::SumOrder;
-use inferno::kernels::attention::{AttentionMask, BLOCK_TOKENS, CachedLayer, FlashAttention, Queries};
+use inferno::kernels::attention::{AttentionMask, BLOCK_TOKENS, CachedLayer, FlashAttention, QueryLayout};
 use inferno::kernels::launch::{max_shared_bytes, multiprocessors};
 
 use super::attention::{AttentionCase, check_attention};
@@ -74,7 +74,7 @@ fn attention_with_tiles_that_fill_the_gpu_matches_its_reference((case, dtype): (
         let q = zeros(spans.iter().map(|(tokens, _)| tokens).sum(), heads);
         let k = zeros(BLOCK_TOKENS, kv_heads);
         let layer = CachedLayer { k: &k, v: &k };
-        let queries = Queries::new(spans, &device).unwrap();
+        let queries = QueryLayout::new(spans, &device).unwrap();
         let mask = AttentionMask { window, scale: 1.0, softcap: None };
         let chosen = FlashAttention::for_pass(cuda, &q, layer, &queries, mask, SumOrder::Fastest).unwrap();
         let chosen: Vec<&str> = chosen.iter().map(FlashAttention::tile_name).collect();

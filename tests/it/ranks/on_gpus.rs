@@ -121,14 +121,14 @@ fn gpus_exchange_tensors_of_all_sizes((size, path): (usize, ExchangePath)) {
             for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_000, 5_000_003] {
                 let x: Vec<f32> = (0..count).map(|i| value(world.rank(), i + round)).collect();
                 let x = Tensor::from_vec(x, count, device).unwrap();
-                let sum = on_host(&exchange.sum(&x).unwrap());
+                let sum = on_host(&exchange.all_reduce(&x).unwrap());
                 let expected = |i: usize| (0..size).map(|rank| value(rank, i + round)).sum::<f32>();
                 assert!(
                     sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
                     "wrong sum of {count} elements over {size} ranks in round {round}, {path:?}"
                 );
                 // Tensors whose length is not a multiple of 8 are summed without rounding.
-                let sum = on_host(&exchange.sum_rounded(&x).unwrap());
+                let sum = on_host(&exchange.all_reduce_rounded(&x).unwrap());
                 let is_rounded = count % 8 == 0;
                 let part = |rank, i| match value(rank, i + round) {
                     value if is_rounded => bf16::from_f32(value).to_f32(),
@@ -148,7 +148,7 @@ fn gpus_exchange_tensors_of_all_sizes((size, path): (usize, ExchangePath)) {
                 let own = world.share(columns, 1);
                 let x = (0..rows).flat_map(|row| own.clone().map(move |column| value(row, column)));
                 let x = Tensor::from_vec(x.collect::<Vec<_>>(), (rows, own.len()), device).unwrap();
-                let all = on_host(&exchange.concat_columns(&x, columns, None).unwrap());
+                let all = on_host(&exchange.all_gather_columns(&x, columns, None).unwrap());
                 let expected = (0..rows).flat_map(|row| (0..columns).map(move |column| value(row, column)));
                 assert!(all.into_iter().eq(expected), "{rows} x {columns}");
             }
@@ -321,7 +321,7 @@ fn check_update(
     };
     assert_eq!(updated.is_divided, rounds && (world.size() > 2 || is_divided_by_two), "{case}");
     let sum = match updated.is_divided {
-        true => exchange.gather_rows(&updated.x).unwrap(),
+        true => exchange.all_gather_rows(&updated.x).unwrap(),
         false => updated.x,
     };
     let (sum, normed) = (on_host(&sum), updated.normed);
@@ -374,7 +374,7 @@ fn many_sums_in_a_row_are_exact(path: ExchangePath) {
         let mut error = (&zeros - zeros.clone()).unwrap().abs().unwrap().maximum(&zeros).unwrap();
         device.synchronize().unwrap();
         for sum in 0..sums {
-            let difference = (exchange.sum(&parts[sum % TENSORS]).unwrap() - &expected[sum % TENSORS]).unwrap();
+            let difference = (exchange.all_reduce(&parts[sum % TENSORS]).unwrap() - &expected[sum % TENSORS]).unwrap();
             error = error.maximum(&difference.abs().unwrap()).unwrap();
             // Too many queued operations block the next launch. On a shared GPU, they also block the other rank.
             if sum % 50 == 0 {
@@ -395,7 +395,7 @@ fn gpus_exchange_every_kind_of_number() {
     // With three ranks, each rank sums only its share of the elements.
     on_gpus(3, ExchangePath::Direct, |world, device, exchange| {
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
-        for sum in on_host(&exchange.sum_rounded(&many).unwrap()).chunks(8) {
+        for sum in on_host(&exchange.all_reduce_rounded(&many).unwrap()).chunks(8) {
             assert!(sum[0].is_nan() && sum[1].is_nan() && sum[2..4] == [f32::INFINITY, 0.0], "{sum:?}");
             assert_eq!(sum[5..], [3.0, 6.0, 9.0]);
         }
@@ -405,17 +405,17 @@ fn gpus_exchange_every_kind_of_number() {
         let x = Tensor::new(&values, device).unwrap();
         // Two values that are rounded to bf16 share a word, which must not equal the mark of an empty word, either.
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
-        let rounded = on_host(&exchange.sum_rounded(&many).unwrap());
+        let rounded = on_host(&exchange.all_reduce_rounded(&many).unwrap());
         for sum in rounded.chunks(8) {
             assert!(sum[0].is_nan() && sum[1].is_nan() && sum[2..4] == [f32::INFINITY, 0.0], "{sum:?}");
             assert_eq!(sum[5..], [2.0, 4.0, 6.0]);
         }
         // Too many queued operations block the next launch. On a shared GPU, they also block the other rank.
         for _ in 0..200 {
-            (0..100).for_each(|_| drop(exchange.sum(&x).unwrap()));
+            (0..100).for_each(|_| drop(exchange.all_reduce(&x).unwrap()));
             device.synchronize().unwrap();
         }
-        let sum = on_host(&exchange.sum(&x).unwrap());
+        let sum = on_host(&exchange.all_reduce(&x).unwrap());
         world.check().unwrap();
         sum
     });
@@ -445,10 +445,10 @@ fn the_exchange_of_gpus_can_be_measured() {
 fn a_gpu_that_does_not_answer_ends_the_world() {
     let errors = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         let x = Tensor::new(&[1f32], device).unwrap();
-        on_host(&exchange.sum(&x).unwrap());
+        on_host(&exchange.all_reduce(&x).unwrap());
         world.check().unwrap();
         if world.is_first() {
-            on_host(&exchange.sum(&x).unwrap());
+            on_host(&exchange.all_reduce(&x).unwrap());
         } else {
             // The second rank announces a launch, but launches nothing.
             exchange.launch_together(&mut || Ok(())).unwrap();
@@ -465,7 +465,7 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
 #[test(gpu_alone)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
     let errors = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
-        on_host(&exchange.sum(&Tensor::new(&[1f32], device).unwrap()).unwrap());
+        on_host(&exchange.all_reduce(&Tensor::new(&[1f32], device).unwrap()).unwrap());
         exchange.launch_together(&mut || Ok(())).unwrap();
         if world.is_first() {
             // The call returns when its time limit expires, because the second rank launches no second graph.
@@ -515,7 +515,7 @@ fn graph_logits(
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();
     let has_graph = plan.is_ok();
-    if world.all_gather(has_graph).unwrap().iter().any(|has_graph| !**has_graph) {
+    if world.gather_values(has_graph).unwrap().iter().any(|has_graph| !**has_graph) {
         return None;
     }
     let Ok(mut graph) = plan else { return None };
@@ -524,7 +524,7 @@ fn graph_logits(
     device.synchronize().unwrap();
     world.check().unwrap();
     let step = |(position, &id): (usize, &u32)| {
-        world.all_gather(()).unwrap();
+        world.barrier().unwrap();
         // Greedy steps do not collect the logits of all ranks. Steps with sampling parameters do.
         graph.start(0, position, id, Some(DeviceSampling::greedy()), &tables).unwrap();
         graph.next(1).unwrap();
