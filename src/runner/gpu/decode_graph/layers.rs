@@ -24,7 +24,7 @@ use crate::nn::norm::Norm;
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Contents {
     /// The rotated queries.
-    QueryLayout,
+    Queries,
     /// The output of attention.
     Attended,
     /// The partial results of attention partitions. Each partition covers a range of the sequence's cached positions.
@@ -94,7 +94,7 @@ pub(super) fn add_attention(
     let Attention { qkv_proj, o_proj, qk_norms, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
-    let q = layer_buffers.tensor(Contents::QueryLayout, &[heads, head_dim], dtype, device)?;
+    let q = layer_buffers.tensor(Contents::Queries, &[heads, head_dim], dtype, device)?;
     let qk_shape = [heads + config.spec.kv_heads, head_dim];
     let unnormalized_qk = layer_buffers.tensor(Contents::UnnormalizedQk, &qk_shape, DType::F32, device)?;
     let qk_norm = qk_norms.as_ref().map(|QkNorms { q_norm, k_norm }| QkNormBuffers {
