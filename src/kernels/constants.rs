@@ -55,6 +55,8 @@ pub const EXCHANGE_BUFFERS: usize = 4;
 /// blocks can run at the same time. With one rank per GPU, this is not necessary: a block waits only for the blocks of
 /// other ranks that handle the same data, or, in the `exchange_sent` kernels, for the kernels that send the values.
 pub const EXCHANGE_BLOCKS: usize = 128;
+/// The maximum number of threads per block in the exchange kernels for sums and columns.
+pub const EXCHANGE_THREADS: usize = 512;
 /// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the
 /// residual stream and normalize it. The threads of a block divide the columns of a row.
 pub const EXCHANGE_ROW_THREADS: usize = 512;

@@ -16,8 +16,9 @@
 #include "headers/sum_terms.cuh"
 #include "headers/tensor_core.cuh"
 
-// A thread keeps up to HELD · WIDTH elements of a row in registers, and reloads its other elements for each use.
-constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
+// A thread keeps up to HELD_VECTORS · WIDTH elements of a row in registers, and reloads its other elements for each
+// use.
+constexpr int THREADS = ADD_NORM_THREADS, HELD_VECTORS = 2;
 
 // WIDTH adjacent elements of a row, which one instruction loads or stores.
 template <int WIDTH> struct alignas(4 * WIDTH) Elements {
@@ -49,8 +50,8 @@ template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, co
         *to = from_float<T>(e.v[0]);
 }
 
-// SEVERAL says whether y can have several terms.
-template <typename T, int WIDTH, bool SEVERAL>
+// SEVERAL_TERMS says whether y can have several terms.
+template <typename T, int WIDTH, bool SEVERAL_TERMS>
 __device__ void add_norm(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias,
                          float* sum, T* normed, int terms, int columns, float eps) {
     __shared__ float scratch[2][32];  // one row for each call of block_sum
@@ -64,23 +65,23 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
 
     // Returns elements WIDTH · i to WIDTH · i + WIDTH - 1 of this row of y: the sum of the terms.
     const auto load_y = [&](int i) {
-        return sum_terms<SEVERAL>(terms, [&](int term) {
+        return sum_terms<SEVERAL_TERMS>(terms, [&](int term) {
             return load<WIDTH>(y + (size_t)term * gridDim.x * columns + i * WIDTH);
         });
     };
 
     // 1. Add x, y and the bias of y. The loads of all elements that stay in registers are in flight at the same time.
-    Elements<WIDTH> held[HELD], other[HELD], biases[HELD], weights[HELD];
+    Elements<WIDTH> held[HELD_VECTORS], other[HELD_VECTORS], biases[HELD_VECTORS], weights[HELD_VECTORS];
     float squares = 0.0f, total = 0.0f, center = 0.0f;
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) {
+    for (int h = 0; h < HELD_VECTORS; ++h) {
         const int i = min(threadIdx.x + h * THREADS, count - 1);
         if (y_bias) biases[h] = load<WIDTH>(y_bias + i * WIDTH);
         weights[h] = load<WIDTH>(weight + i * WIDTH);
     }
     pdl_wait();
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) {
+    for (int h = 0; h < HELD_VECTORS; ++h) {
         // Past the last element, a thread loads the last one again. With a branch, it would wait for the earlier loads.
         const int i = min(threadIdx.x + h * THREADS, count - 1);
         held[h] = load<WIDTH>(x + i * WIDTH);
@@ -101,13 +102,13 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
         store(sum + i * WIDTH, e);
     };
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) {
+    for (int h = 0; h < HELD_VECTORS; ++h) {
         const int i = threadIdx.x + h * THREADS;
         if (i >= count) continue;
         if (y) add_y(held[h], other[h], biases[h], i);
         accumulate(held[h]);
     }
-    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) {
+    for (int i = threadIdx.x + HELD_VECTORS * THREADS; i < count; i += THREADS) {
         Elements<WIDTH> e = load<WIDTH>(x + i * WIDTH);
         // If y_bias is null, `add_y` ignores the loaded bias, so the load may read any valid address.
         if (y) add_y(e, load_y(i), load<WIDTH>((y_bias ? y_bias : weight) + i * WIDTH), i);
@@ -117,11 +118,11 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     // 2. Compute the mean (LayerNorm only) and the factor that normalizes the row.
     const auto for_each = [&](auto&& visit) {
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) {
+        for (int h = 0; h < HELD_VECTORS; ++h) {
             const int i = threadIdx.x + h * THREADS;
             if (i < count) visit(held[h], weights[h], i);
         }
-        for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS)
+        for (int i = threadIdx.x + HELD_VECTORS * THREADS; i < count; i += THREADS)
             visit(load<WIDTH>(added + i * WIDTH), load<WIDTH>(weight + i * WIDTH), i);
     };
     if (bias) {
@@ -144,14 +145,14 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     });
 }
 
-#define DEFINE_KERNEL(T, NAME, SEVERAL)                                                                                \
+#define DEFINE_KERNEL(T, NAME, SEVERAL_TERMS)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         NAME(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias, float* sum,  \
              T* normed, int terms, int columns, float eps) {                                                           \
         if (columns % 4 == 0)                                                                                          \
-            add_norm<T, 4, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                     \
+            add_norm<T, 4, SEVERAL_TERMS>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);               \
         else                                                                                                           \
-            add_norm<T, 1, SEVERAL>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);                     \
+            add_norm<T, 1, SEVERAL_TERMS>(x, y, y_bias, weight, bias, sum, normed, terms, columns, eps);               \
     }
 #define DEFINE(T, SUFFIX)                                                                                              \
     DEFINE_KERNEL(T, add_norm_##SUFFIX, false)                                                                         \

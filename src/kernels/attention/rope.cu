@@ -119,9 +119,10 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
 // `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head.
 // In each of HEADS heads, a lane computes four adjacent elements of the first half, and their partners in the second.
 // A lane loads four elements at once, so qkv, bias, cos and sin must be aligned to 16 bytes.
-// If SEVERAL is false, qkv has one term.
+// If SEVERAL_TERMS is false, qkv has one term.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
-template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_vectorized(const SplitQkvArguments<T>& args) {
+template <typename T, int HEADS, bool SEVERAL_TERMS>
+__device__ void split_qkv_vectorized(const SplitQkvArguments<T>& args) {
     const int heads = args.heads, kv_heads = args.kv_heads, head_dim = args.head_dim;
     const int all = heads + 2 * kv_heads, half = head_dim / 2, lanes = head_dim / 8, at_once = 32 / lanes;
     const int warps_per_token = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
@@ -138,8 +139,8 @@ template <typename T, int HEADS, bool SEVERAL> __device__ void split_qkv_vectori
         const int head = first + h * at_once;
         if (head >= all) continue;
         const float* x = args.qkv + ((size_t)token * all + head) * head_dim + i;
-        a[h] = sum_terms<SEVERAL>(args.terms, [&](int term) { return load(x + term * term_stride); });
-        b[h] = sum_terms<SEVERAL>(args.terms, [&](int term) { return load(x + term * term_stride + half); });
+        a[h] = sum_terms<SEVERAL_TERMS>(args.terms, [&](int term) { return load(x + term * term_stride); });
+        b[h] = sum_terms<SEVERAL_TERMS>(args.terms, [&](int term) { return load(x + term * term_stride + half); });
     }
     const size_t cache_row = args.slots[token], angles = (size_t)args.positions[token] * half + i;
     const float4 cos_4 = load(args.cos + angles), sin_4 = load(args.sin + angles);

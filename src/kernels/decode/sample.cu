@@ -61,11 +61,11 @@ __device__ __forceinline__ bool has_penalty(const SamplingKernelParams& params) 
 // The blocks of the grid, from the view of one thread. All threads of all blocks call the methods in the same order.
 struct Grid {
     SampleScratch* scratch;
-    unsigned long long* warps;  // shared memory for one value per warp
-    uint32_t expected = 0;      // the arrivals at all barriers so far
+    unsigned long long* warp_values;  // shared memory for one value per warp
+    uint32_t expected = 0;            // the arrivals at all barriers so far
 
-    __device__ __forceinline__ Grid(SampleScratch* scratch, unsigned long long* warps)
-        : scratch(scratch), warps(warps) {}
+    __device__ __forceinline__ Grid(SampleScratch* scratch, unsigned long long* warp_values)
+        : scratch(scratch), warp_values(warp_values) {}
 
     // Waits until all blocks have called this function, and makes their earlier writes visible.
     __device__ void barrier() {
@@ -136,7 +136,7 @@ __device__ uint32_t grid_cutoff(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
         if (bin >= 0)
             value = BY_MASS ? __ldcg(&grid.scratch->masses[round][bin])
                             : (unsigned long long)__ldcg(&grid.scratch->counts[round][bin]);
-        search.end_round(value, round == 0, share, grid.warps);
+        search.end_round(value, round == 0, share, grid.warp_values);
     }
     return search.prefix;
 }
@@ -194,11 +194,11 @@ __device__ __forceinline__ unsigned long long kept_masses(uint32_t (&keys)[SAMPL
 
 // Adds up the masses of all blocks. `total` is the sum of this thread's masses.
 __device__ __forceinline__ BlockMasses sum_blocks_of_grid(unsigned long long total, Grid& grid) {
-    const unsigned long long block_mass = inclusive_scan(total, grid.warps);
+    const unsigned long long block_mass = inclusive_scan(total, grid.warp_values);
     if (threadIdx.x == SAMPLE_THREADS - 1) grid.scratch->block_masses[blockIdx.x] = block_mass;
     grid.barrier();
     const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&grid.scratch->block_masses[threadIdx.x]) : 0;
-    const unsigned long long sum = inclusive_scan(value, grid.warps);
+    const unsigned long long sum = inclusive_scan(value, grid.warp_values);
     __shared__ BlockMasses masses;
     if (threadIdx.x == blockIdx.x) masses.before = sum - value;
     if (threadIdx.x == SAMPLE_THREADS - 1) masses.all = sum;
@@ -211,7 +211,7 @@ __device__ __forceinline__ BlockMasses sum_blocks_of_grid(unsigned long long tot
 // `before` is the mass of all blocks with lower token ids. Every thread gets the same result.
 __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned long long before,
                                              const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD],
-                                             const OwnIds& own, unsigned long long* warps) {
+                                             const OwnIds& own, unsigned long long* warp_values) {
     __shared__ uint32_t winner;
     __shared__ unsigned long long round_total;
     if (threadIdx.x == 0) winner = NO_TOKEN;
@@ -219,7 +219,7 @@ __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned 
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
         if (i * SAMPLE_THREADS >= own.last - own.first) break;
-        const unsigned long long sum = inclusive_scan(masses[i], warps);
+        const unsigned long long sum = inclusive_scan(masses[i], warp_values);
         if (masses[i] > 0 && before + sum > point && before + sum - masses[i] <= point) winner = own.id(i);
         if (threadIdx.x == SAMPLE_THREADS - 1) round_total = sum;
         __syncthreads();
@@ -232,12 +232,12 @@ __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned 
 template <typename T>
 __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, SampleScratch* scratch,
                        int vocab, const StepOutput<T>& output) {
-    __shared__ unsigned long long warps[32];
+    __shared__ unsigned long long warp_values[32];
     pdl_wait();
     const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
     const uint32_t steps = __ldcg(output.state + STATE_STEPS);  // read before a block can finish and increment it
     const OwnIds own(vocab);
-    Grid grid(scratch, warps);
+    Grid grid(scratch, warp_values);
     uint32_t keys[SAMPLE_IDS_PER_THREAD];
     unsigned long long masses[SAMPLE_IDS_PER_THREAD];
     const uint32_t top = grid.max_key(read_logits(logits, seen, params, own, keys));
@@ -249,7 +249,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     // Greedy sampling uses 0, which selects the token with the largest logit, or the lowest id in a tie.
     const unsigned long long point =
         params.temperature == 0.0f ? 0 : random_point(params, params.sampled_before + steps, blocks.all);
-    const uint32_t winner = token_at(point, blocks.before, masses, own, warps);
+    const uint32_t winner = token_at(point, blocks.before, masses, own, warp_values);
 
     // After a failed step, token 0 is the input of the next step, because the embedding lookup needs a valid token.
     // The host stops at MAILBOX_NO_TOKEN and ignores all later steps.

@@ -60,12 +60,12 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
 //   exchange_columns_4 requires that every rank's number of columns is a multiple of 4
 //   grid, block: as for exchange_sum_4 (exchange_sum.cu)
 //   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the words sent to other ranks
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_columns_4(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int rows,
                        int largest) {
     exchange_columns<Quad>(x, out, mailboxes, rows, largest);
 }
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_columns_1(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int rows,
                        int largest) {
     exchange_columns<Scalar>(x, out, mailboxes, rows, largest);

@@ -38,13 +38,13 @@ __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& mailbo
 //   x, out: f32 [words]; out may be x
 //   words: at most the size of a region; exchange_sum_4 needs a multiple of 4
 //   clears_x: whether to fill x with zeros; must be 0 if out is x
-//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; block: at most 512
+//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; block: at most EXCHANGE_THREADS
 //   bytes moved: 8 · words, and 4 · words to each other rank
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_sum_4(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int words, int clears_x) {
     exchange_sum<Quad>(x, out, mailboxes, words, clears_x);
 }
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_sum_1(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int words, int clears_x) {
     exchange_sum<Scalar>(x, out, mailboxes, words, clears_x);
 }
@@ -82,11 +82,11 @@ template <typename V> __device__ void exchange_sent(uint32_t* out, const Mailbox
 //   out: f32 [words]
 //   words, grid, block: as for exchange_sum_4
 //   bytes moved: 4 · words · (ranks + 2)
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_sent_4(uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int words) {
     exchange_sent<Quad>(out, mailboxes, words);
 }
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_sent_1(uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int words) {
     exchange_sent<Scalar>(out, mailboxes, words);
 }
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(512)
 //   words: a multiple of 4, at most the size of a region
 //   grid, block: as for exchange_sum_4
 //   bytes moved: 16 · words, and 4 · words to each other rank
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_sum_bf16(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int words) {
     const auto own_words = [&](int i) { return load_as_bf16(x + 2 * (size_t)i); };
     const auto take = [&](const uint32_t* buffer, Waiting& waiting, int first, int stride) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(512)
 //   mailboxes.first_item: the first Quad (4 words) of each rank's share, then the number of Quads
 //   grid, block: as for exchange_sum_4
 //   bytes moved: 16 · words, and the words sent to other ranks
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(EXCHANGE_THREADS)
     exchange_sum_shares_bf16(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes mailboxes, int words) {
     begin(mailboxes);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;

@@ -14,7 +14,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
-use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_BUFFERS, EXCHANGE_MAX_RANKS};
+use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_BUFFERS, EXCHANGE_MAX_RANKS, EXCHANGE_THREADS};
 use crate::kernels::launch::{HostWords, Launch, LaunchShape};
 use crate::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 
@@ -234,7 +234,7 @@ impl GpuExchange {
     pub(super) fn shape(&self, items: usize) -> LaunchShape {
         // For few items, blocks are small, so that the items are spread over more multiprocessors.
         let blocks = self.max_blocks();
-        let threads = if items <= blocks * 128 { 128 } else { 512 };
+        let threads = if items <= blocks * 128 { 128 } else { EXCHANGE_THREADS };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
     }
 

@@ -9,10 +9,11 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 __device__ __forceinline__ float add(float a, float b) { return a + b; }
 
 // Returns load(0) + load(1) + ... + load(terms - 1), added from left to right.
-// `terms` is at most MAX_PRODUCT_TERMS. If SEVERAL is false, `terms` must be 1, and a thread needs fewer registers.
-// All loads are in flight at the same time. A loop of `terms` iterations would wait for each load before the next one.
-template <bool SEVERAL, typename Load> __device__ __forceinline__ auto sum_terms(int terms, Load&& load) {
-    constexpr int MAX_TERMS = SEVERAL ? MAX_PRODUCT_TERMS : 1;
+// `terms` is at most MAX_PRODUCT_TERMS. If SEVERAL_TERMS is false, `terms` must be 1, and a thread needs fewer
+// registers. All loads are in flight at the same time. A loop of `terms` iterations would wait for each load before the
+// next one.
+template <bool SEVERAL_TERMS, typename Load> __device__ __forceinline__ auto sum_terms(int terms, Load&& load) {
+    constexpr int MAX_TERMS = SEVERAL_TERMS ? MAX_PRODUCT_TERMS : 1;
     decltype(load(0)) values[MAX_TERMS];
 #pragma unroll
     for (int term = 0; term < MAX_TERMS; ++term)

@@ -33,13 +33,13 @@ template <bool BY_MASS> struct CutoffSearch {
     // Appends the number of this bin, the next eight bits of the sort key, to `prefix`.
     // Subtracts the sum of all bins above the chosen bin from the target.
     // If the sum of all bins is below the target, chooses bin 0 and sets the target to 0.
-    // `warps` is shared memory for one value per warp.
+    // `warp_values` is shared memory for one value per warp.
     __device__ __forceinline__ void end_round(unsigned long long value, bool sets_target, float share,
-                                              unsigned long long* warps) {
+                                              unsigned long long* warp_values) {
         __shared__ uint32_t chosen;
         __shared__ unsigned long long rest;
         const int bin = own_bin();
-        const unsigned long long sum = inclusive_scan(value, warps);
+        const unsigned long long sum = inclusive_scan(value, warp_values);
         if (sets_target && BY_MASS) {
             // In the last thread with a bin, `sum` is the total mass.
             if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);

@@ -27,9 +27,9 @@ struct Row {
     int vocab;
     int start, end;  // the first id of this block, a multiple of 4, and the id after its last one
     float inverse_temperature;
-    float best = 0.0f;       // the largest logit
-    uint32_t top = 0;        // its key
-    float bin_scale = 0.0f;  // the number of bins per unit of logits
+    float best_logit = 0.0f;  // the largest logit
+    uint32_t best_key = 0;    // its key
+    float bin_scale = 0.0f;   // the number of bins per unit of logits
 
     // Returns the logits of tokens id to id + 3, or NaN for tokens that are not below `end`. `id` is a multiple of 4.
     // ALIGNED requires that the row is aligned to 16 bytes and that `end` is a multiple of 4.
@@ -48,18 +48,18 @@ struct Row {
     }
     // Returns the probability mass of the token with sort key `key`.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
-        return probability_mass(key, top, inverse_temperature);
+        return probability_mass(key, best_key, inverse_temperature);
     }
     // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit
     // above -infinity.
     __device__ __forceinline__ void set_bins(float bottom) {
         // Tokens have no mass if their probability is below 2^-40 times the largest one. e^-RANGE is slightly less.
         constexpr float RANGE = 27.8f;
-        bin_scale = SAMPLE_THREADS / fminf(best - bottom, RANGE / inverse_temperature);
+        bin_scale = SAMPLE_THREADS / fminf(best_logit - bottom, RANGE / inverse_temperature);
     }
     // Returns the bin of a token with mass. Bin 0 has the largest logits. A larger key is never in a higher bin.
     __device__ __forceinline__ int bin(uint32_t key) const {
-        return key == top ? 0 : min((int)((best - from_sort_key(key)) * bin_scale), SAMPLE_THREADS - 1);
+        return key == best_key ? 0 : min((int)((best_logit - from_sort_key(key)) * bin_scale), SAMPLE_THREADS - 1);
     }
 };
 
@@ -144,7 +144,7 @@ __device__ __forceinline__ void each_key_of_block(const Row& row, Use use) {
 // Only the keys that the blocks of the row search count toward the target.
 template <int BLOCKS, bool BY_MASS, typename EachKey>
 __device__ uint32_t cutoff_in_bin(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
-                                  unsigned long long* warps) {
+                                  unsigned long long* warp_values) {
     // Other blocks can still read the bins of a round during the next round, but not during the round after it.
     __shared__ unsigned long long bins_of_rounds[2][SAMPLE_BINS];
     CutoffSearch<BY_MASS> search{target};
@@ -169,7 +169,7 @@ __device__ uint32_t cutoff_in_bin(const Row& row, EachKey each_key, uint32_t flo
         });
         sync_row<BLOCKS>();
         const int bin = search.own_bin();
-        search.end_round(bin >= 0 ? sum_of_blocks<BLOCKS>(&bins[bin]) : 0, false, 0.0f, warps);
+        search.end_round(bin >= 0 ? sum_of_blocks<BLOCKS>(&bins[bin]) : 0, false, 0.0f, warp_values);
     }
     return search.prefix;
 }
@@ -194,7 +194,7 @@ struct CutoffMemory {
 // this bin.
 template <int BLOCKS, bool BY_MASS>
 __device__ uint32_t row_cutoff(const Row& row, uint32_t floor, float share, unsigned long long target,
-                               CutoffMemory& memory, unsigned long long* warps) {
+                               CutoffMemory& memory, unsigned long long* warp_values) {
     sync_row<BLOCKS>();  // slower warps may still read `memory` for an earlier cutoff
     memory.bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
@@ -209,7 +209,7 @@ __device__ uint32_t row_cutoff(const Row& row, uint32_t floor, float share, unsi
     });
     sync_row<BLOCKS>();
     const unsigned long long value = sum_of_blocks<BLOCKS>(&memory.bins[threadIdx.x]);
-    const unsigned long long sum = inclusive_scan(value, warps);
+    const unsigned long long sum = inclusive_scan(value, warp_values);
     if (threadIdx.x == SAMPLE_THREADS - 1) memory.all = sum;
     __syncthreads();
     if (BY_MASS) target = (double)share * (double)memory.all;
@@ -239,7 +239,7 @@ __device__ uint32_t row_cutoff(const Row& row, uint32_t floor, float share, unsi
         for (uint32_t base = 0; base < count; base += SAMPLE_THREADS)
             use(base + threadIdx.x < count ? memory.keys[base + threadIdx.x] : 0);
     };
-    return cutoff_in_bin<BLOCKS, BY_MASS>(row, keys_in_bin, floor, memory.rest, warps);
+    return cutoff_in_bin<BLOCKS, BY_MASS>(row, keys_in_bin, floor, memory.rest, warp_values);
 }
 
 // A sort key, and the token that has it.
@@ -249,8 +249,8 @@ struct alignas(8) KeyAndToken {
 
 // The extreme logits of a block's tokens.
 struct Extremes {
-    KeyAndToken top;  // the largest logit and the lowest token id with this logit; {0, NO_TOKEN} if there is none
-    uint32_t bottom;  // the key of the smallest logit above -infinity
+    KeyAndToken best;  // the largest logit and the lowest token id with this logit; {0, NO_TOKEN} if there is none
+    uint32_t bottom;   // the key of the smallest logit above -infinity
 };
 
 // Finds the extreme logits of this block's tokens and writes them to `extremes` in shared memory.
@@ -258,15 +258,15 @@ struct Extremes {
 template <int BLOCKS> __device__ __forceinline__ void find_extremes(const Row& row, Extremes& extremes) {
     if (threadIdx.x == 0) extremes = {{0, NO_TOKEN}, NO_TOKEN};
     __syncthreads();
-    float top = -INFINITY, bottom = INFINITY;  // the largest logit, and the smallest logit above -infinity
-    int top_four = -1;  // the id of the first of four tokens that include one with the logit `top`
+    float best = -INFINITY, bottom = INFINITY;  // the largest logit, and the smallest logit above -infinity
+    int best_four = -1;  // the id of the first of four tokens that include one with the logit `best`
     each_four_of_block<4, Order::Backward>(row, [&](int id, const float4& v) {
         // fmaxf and fminf ignore NaN. Comparisons with NaN are false.
         const float largest = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)),
                     smallest = fminf(fminf(v.x, v.y), fminf(v.z, v.w));
-        if (largest >= top) {
-            top = largest;
-            top_four = id;
+        if (largest >= best) {
+            best = largest;
+            best_four = id;
         }
         if (smallest > -INFINITY)
             bottom = fminf(bottom, smallest);
@@ -274,15 +274,18 @@ template <int BLOCKS> __device__ __forceinline__ void find_extremes(const Row& r
             for (float logit : {v.x, v.y, v.z, v.w})
                 if (logit > -INFINITY) bottom = fminf(bottom, logit);
     });
-    const uint32_t key = logit_key(top);
-    const uint32_t warp_top = __reduce_max_sync(ALL_LANES, key),
+    const uint32_t key = logit_key(best);
+    const uint32_t warp_best = __reduce_max_sync(ALL_LANES, key),
                    warp_bottom = __reduce_min_sync(ALL_LANES, logit_key(bottom));
-    if (threadIdx.x % 32 == 0) atomicMax(&extremes.top.key, warp_top), atomicMin(&extremes.bottom, warp_bottom);
+    if (threadIdx.x % 32 == 0) {
+        atomicMax(&extremes.best.key, warp_best);
+        atomicMin(&extremes.bottom, warp_bottom);
+    }
     __syncthreads();
-    if (key == extremes.top.key && top_four >= 0) {
-        const float4 v = row.load(top_four);
-        const int place = v.x == top ? 0 : v.y == top ? 1 : v.z == top ? 2 : 3;
-        atomicMin(&extremes.top.token, top_four + place);
+    if (key == extremes.best.key && best_four >= 0) {
+        const float4 v = row.load(best_four);
+        const int place = v.x == best ? 0 : v.y == best ? 1 : v.z == best ? 2 : 3;
+        atomicMin(&extremes.best.token, best_four + place);
     }
     sync_row<BLOCKS>();
 }
@@ -302,11 +305,12 @@ struct KeptTokens {
 // Finds the tokens that top-k, top-p and min-p keep.
 template <int BLOCKS>
 __device__ __forceinline__ KeptTokens kept_tokens(const Row& row, const SamplingKernelParams& params,
-                                                  CutoffMemory& memory, unsigned long long* warps) {
+                                                  CutoffMemory& memory, unsigned long long* warp_values) {
     uint32_t floor = 1;
     if (params.top_k > 0 && params.top_k < row.vocab)
-        floor = max(floor, row_cutoff<BLOCKS, false>(row, floor, 0.0f, params.top_k, memory, warps));
-    if (params.top_p < 1.0f) floor = max(floor, row_cutoff<BLOCKS, true>(row, floor, params.top_p, 0, memory, warps));
+        floor = max(floor, row_cutoff<BLOCKS, false>(row, floor, 0.0f, params.top_k, memory, warp_values));
+    if (params.top_p < 1.0f)
+        floor = max(floor, row_cutoff<BLOCKS, true>(row, floor, params.top_p, 0, memory, warp_values));
     // min_mass is at most TOP_MASS, so that min-p always keeps the most likely token.
     return {floor, min((unsigned long long)(params.min_p * TOP_MASS), (unsigned long long)TOP_MASS)};
 }
@@ -318,7 +322,7 @@ struct RangeMasses {
 
 // Returns the masses of the ranges that start at `first_id`, which differs between warps, and have `size` ids.
 __device__ __forceinline__ RangeMasses range_masses(const Row& row, const KeptTokens& kept, int first_id, int size,
-                                                    unsigned long long* warps) {
+                                                    unsigned long long* warp_values) {
     unsigned long long own = 0, before, all = 0;
     const int end = min(first_id + size, row.end);
     each_four<4, Order::Forward>(row, first_id, end, 128, 4 * (threadIdx.x % 32), [&](int, const float4& v) {
@@ -327,12 +331,12 @@ __device__ __forceinline__ RangeMasses range_masses(const Row& row, const KeptTo
     });
     own = warp_sum(own);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
+    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = own;
     __syncthreads();
 #pragma unroll 16  // completely unrolled, the loop would need more registers than a thread has
     for (int w = 0; w < SAMPLE_THREADS / 32; ++w) {
         if (w == threadIdx.x / 32) before = all;
-        all += warps[w];
+        all += warp_values[w];
     }
     return {own, before, all};
 }
@@ -399,7 +403,7 @@ __device__ __forceinline__ BlockMasses sum_blocks_of_row(unsigned long long bloc
 template <int BLOCKS>
 __device__ void sample_row(const float* logits, const uint32_t* param_words, uint32_t* tokens,
                            volatile uint32_t* mailbox, int vocab) {
-    __shared__ alignas(16) unsigned long long warps[32];  // aligned, so that one instruction can load two values
+    __shared__ alignas(16) unsigned long long warp_values[32];  // aligned, so that one instruction can load two values
     __shared__ CutoffMemory cutoff_memory;
     __shared__ Extremes extremes;
     __shared__ PointInRange point_in_range;
@@ -417,21 +421,21 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
     find_extremes<BLOCKS>(row, extremes);
     // Among equal keys, the first block has the lowest token id.
-    const KeyAndToken top = of_all_blocks<BLOCKS>(&extremes.top, [](const KeyAndToken& a, const KeyAndToken& b) {
+    const KeyAndToken best = of_all_blocks<BLOCKS>(&extremes.best, [](const KeyAndToken& a, const KeyAndToken& b) {
         return a.key >= b.key ? a : b;
     });
-    if (top.key <= sort_key(-INFINITY) || params.temperature == 0.0f) {
-        if (block == 0 && threadIdx.x == 0) choose(top.key <= sort_key(-INFINITY) ? NO_TOKEN : top.token);
+    if (best.key <= sort_key(-INFINITY) || params.temperature == 0.0f) {
+        if (block == 0 && threadIdx.x == 0) choose(best.key <= sort_key(-INFINITY) ? NO_TOKEN : best.token);
         sync_row<BLOCKS>();
         return;
     }
-    row.top = top.key;
-    row.best = from_sort_key(top.key);
+    row.best_key = best.key;
+    row.best_logit = from_sort_key(best.key);
     const uint32_t bottom = of_all_blocks<BLOCKS>(&extremes.bottom, [](uint32_t a, uint32_t b) { return min(a, b); });
     row.set_bins(from_sort_key(bottom));
 
     // 2. Find the tokens that top-k, top-p and min-p keep.
-    const KeptTokens kept = kept_tokens<BLOCKS>(row, params, cutoff_memory, warps);
+    const KeptTokens kept = kept_tokens<BLOCKS>(row, params, cutoff_memory, warp_values);
 
     // 3. Draw a random point below the total mass. The first token whose cumulative mass exceeds the point is chosen.
     // Each block has a contiguous range of ids, and each of its warps has a contiguous part of this range, so that the
@@ -441,7 +445,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     // The number of ids in a small range (see point 4).
     const int small_range_ids = (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;
     const int first_id = row.start + warp * WARPS * small_range_ids;
-    const RangeMasses masses = range_masses(row, kept, first_id, WARPS * small_range_ids, warps);
+    const RangeMasses masses = range_masses(row, kept, first_id, WARPS * small_range_ids, warp_values);
     const BlockMasses blocks = sum_blocks_of_row<BLOCKS>(masses.all, block);
     const unsigned long long point = random_point(params, params.sampled_before, blocks.all);
 
@@ -450,7 +454,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     if (point < blocks.before || point - blocks.before >= masses.all) return;
     const PointInRange range = find_range(point - blocks.before, masses, first_id, point_in_range);
     const int small_id = range.first_id + warp * small_range_ids;
-    const RangeMasses small_masses = range_masses(row, kept, small_id, small_range_ids, warps);
+    const RangeMasses small_masses = range_masses(row, kept, small_id, small_range_ids, warp_values);
     const PointInRange small_range = find_range(range.point, small_masses, small_id, point_in_range);
     if (warp > 0) return;
     const uint32_t token = token_in_range(row, kept, small_range);

@@ -66,14 +66,15 @@ struct BlockMasses {
 };
 
 // Returns the inclusive prefix sum of `value` over the threads of the block.
-// `warps` is shared memory for one value per warp. All threads of the block must call this function.
-__device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
+// `warp_values` is shared memory for one value per warp. All threads of the block must call this function.
+__device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long value,
+                                                             unsigned long long* warp_values) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     value = warp_prefix_sum(value);
     __syncthreads();
-    if (lane == 31) warps[warp] = value;
+    if (lane == 31) warp_values[warp] = value;
     __syncthreads();
     unsigned long long before = 0;
-    for (int w = 0; w < warp; ++w) before += warps[w];
+    for (int w = 0; w < warp; ++w) before += warp_values[w];
     return value + before;
 }

@@ -33,10 +33,10 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
     const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     const int first = 32 * blockIdx.y, stride = 32 * gridDim.y, segments = (columns + 63) / 64 * 8;
     const float2* from = reinterpret_cast<const float2*>(x) + (size_t)min(token, tokens - 1) * (columns / 2);
-    constexpr int HELD = 2;  // segments per lane that are loaded before the wait
-    uint4 held[HELD];
+    constexpr int HELD_SEGMENTS = 2;  // segments per lane that are loaded before the wait
+    uint4 held[HELD_SEGMENTS];
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) held[h] = fragment_segment<T>(from, first + h * stride + lane, columns);
+    for (int h = 0; h < HELD_SEGMENTS; ++h) held[h] = fragment_segment<T>(from, first + h * stride + lane, columns);
     pdl_wait();
     pdl_launch_dependents();
     if (token >= tokens) return;
@@ -49,9 +49,9 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
         }
     };
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) store(first + h * stride + lane, held[h]);
+    for (int h = 0; h < HELD_SEGMENTS; ++h) store(first + h * stride + lane, held[h]);
 #pragma unroll 3
-    for (int base = first + HELD * stride; base < segments; base += stride)
+    for (int base = first + HELD_SEGMENTS * stride; base < segments; base += stride)
         store(base + lane, fragment_segment<T>(from, base + lane, columns));
 }
 
@@ -107,19 +107,19 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
 template <typename T, typename OUT>
 __device__ void expert_add_norm(const float* x, const T* y, const float* weights, const float* norm_weight, float* sum,
                                 OUT* normed, int columns, int chosen, float eps) {
-    // A row has up to HELD parts. A thread holds one segment of each part: 8 columns.
-    constexpr int HELD = EXPERT_NORM_COLUMNS / (8 * EXPERT_NORM_THREADS);
+    // A row has up to ROW_PARTS parts. A thread holds one segment of each part: 8 columns.
+    constexpr int ROW_PARTS = EXPERT_NORM_COLUMNS / (8 * EXPERT_NORM_THREADS);
     __shared__ float scratch[32];
     const int segments = columns / 8, token = blockIdx.x;
     const size_t row = (size_t)token * segments;  // in segments
     const auto each_segment = [&](auto use) {
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) {
+        for (int h = 0; h < ROW_PARTS; ++h) {
             const int i = threadIdx.x + h * EXPERT_NORM_THREADS;
             if (i < segments) use(h, i);  // part and segment
         }
     };
-    float2 v[HELD][4], factors[HELD][4];
+    float2 v[ROW_PARTS][4], factors[ROW_PARTS][4];
     each_segment([&](int h, int i) { load_segment(x, row + i, v[h]), load_segment(norm_weight, i, factors[h]); });
     pdl_wait();
     pdl_launch_dependents();

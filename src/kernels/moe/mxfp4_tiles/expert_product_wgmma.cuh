@@ -62,18 +62,19 @@ using SmallTile = WgmmaShape<EXPERT_SMALL_TILE_PAIRS, EXPERT_SMALL_TILE_PAIRS, E
 // The barrier FULL counts copying warps and copied bytes. The barrier EMPTY counts warps that have finished reading.
 // TILE is the output tile to which the stage belongs. TILE is valid only in the first stage of each output tile, and in
 // the stage after the last output tile, where it has no pairs.
-template <typename S> struct Stage {
-    static constexpr int WEIGHTS = S::X_BYTES, SCALES = WEIGHTS + S::WEIGHT_BYTES, FULL = SCALES + S::SCALE_BYTES;
+template <typename Shape> struct Stage {
+    static constexpr int WEIGHTS = Shape::X_BYTES, SCALES = WEIGHTS + Shape::WEIGHT_BYTES,
+                         FULL = SCALES + Shape::SCALE_BYTES;
     static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
     static constexpr int BYTES = (TILE + EXPERT_WGMMA_TILE_BYTES + 1023) / 1024 * 1024;
     // wgmma requires x at a multiple of 1024, and copy_tensor requires weights and scales at multiples of 128.
-    static_assert(S::K_STEP_X_BYTES % 1024 == 0 && WEIGHTS % 128 == 0 && SCALES % 128 == 0);
+    static_assert(Shape::K_STEP_X_BYTES % 1024 == 0 && WEIGHTS % 128 == 0 && SCALES % 128 == 0);
 };
 static_assert(sizeof(OutputTile) == EXPERT_WGMMA_TILE_BYTES);
 
 constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
 // The number of threads in the multiplying warpgroups. The threads of the copying warpgroup follow them.
-constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;
+constexpr int MULTIPLYING_THREADS = EXPERT_WGMMA_THREADS / 4 * 3;
 // The number of warps in the copying warpgroup that copy data.
 constexpr int COPYING_WARPS = 2;
 
@@ -89,10 +90,10 @@ __device__ __forceinline__ OutputTile load_tile_of_stage(uint32_t from) {
 // The stage that a warp fills or reads next: the address of the stage and the wgmma descriptor of its x.
 // A warp that reads the stage waits at FULL for the phase `parity`.
 // A warp that fills the stage waits at EMPTY for the phase `parity` ^ 1.
-template <typename S> class StageCursor {
+template <typename Shape> class StageCursor {
     uint32_t first;
     uint64_t first_x;
-    int left = S::STAGES;  // stages before the cursor returns to the first one
+    int left = Shape::STAGES;  // stages before the cursor returns to the first one
 
 public:
     uint32_t stage;
@@ -104,12 +105,12 @@ public:
         x = first_x = warp_uniform(wgmma_descriptor(ring));
     }
     __device__ __forceinline__ void next() {
-        stage += Stage<S>::BYTES;
-        x += Stage<S>::BYTES / 16;
+        stage += Stage<Shape>::BYTES;
+        x += Stage<Shape>::BYTES / 16;
         if (--left == 0) {
             stage = first;
             x = first_x;
-            left = S::STAGES;
+            left = Shape::STAGES;
             parity ^= 1;
         }
     }
@@ -126,7 +127,7 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
 // the warpgroups soon reach the ends of their tiles at different times, and two multiply while one stores. Each
 // warpgroup waits at its own barrier, where the warps of the previous warpgroup arrive after they have stored.
 class Turns {
-    static constexpr int WARPGROUPS = MULTIPLYING / 128;
+    static constexpr int WARPGROUPS = MULTIPLYING_THREADS / 128;
     uint32_t own, next;  // barriers
     uint32_t parity;     // of the phase for which this warpgroup waits at `own` next
 
@@ -151,12 +152,12 @@ public:
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
 // Except with large tiles, unpacking the weights limits the speed, so every instruction in the loops over K steps
 // matters.
-template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, const MappedWeights& weights,
+template <typename Shape, typename T, int N, bool GATE_UP>
+__device__ __forceinline__ void consume(StageCursor<Shape>& cursor, Turns& turns, const MappedWeights& weights,
                                         const Output<T>& output, const OutputTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
-    const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * S::TILE_BYTES + lane * 16);
-    const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * S::TILE_SCALE_BYTES + g * 4);
+    const uint32_t words_at = in_register(Stage<Shape>::WEIGHTS + warp * Shape::TILE_BYTES + lane * 16);
+    const uint32_t scales_at = in_register(Stage<Shape>::SCALES + warp * Shape::TILE_SCALE_BYTES + g * 4);
     // 1. Load the biases and the indices of the pairs. Loads just before the stores would delay the stores.
     // In lane i, held[j] is the index of pair 32 · j + i of the tile.
     const int row_tile = tile.row_tile + warp;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
         const uint4 words = load_shared_16(cursor.stage + words_at + k_step * MXFP4_TILE_BYTES);
         uint32_t factors[2];
         scale_factors<T>(load_shared_4(cursor.stage + scales_at + k_step * MXFP4_TILE_SCALE_BYTES), factors);
-        const uint64_t b = cursor.x + k_step * (S::K_STEP_X_BYTES / 16);
+        const uint64_t b = cursor.x + k_step * (Shape::K_STEP_X_BYTES / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
@@ -191,61 +192,62 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, co
             wgmma_wait<1>();
             // Only the product above can still be unfinished.
             // If it is the first product of a stage, the previous stage can therefore be filled again.
-            if (k == 0 && k_step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
+            if (k == 0 && k_step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<Shape>::EMPTY);
         }
     };
     int left = (weights.columns + K_STEP - 1) / K_STEP;  // the number of K steps that are left
-    if constexpr (N <= S::UNROLL_PAIRS) {
+    if constexpr (N <= Shape::UNROLL_PAIRS) {
 #pragma unroll 1
-        for (; left >= S::K_STEPS; left -= S::K_STEPS) {
-            barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
+        for (; left >= Shape::K_STEPS; left -= Shape::K_STEPS) {
+            barrier_wait(cursor.stage + Stage<Shape>::FULL, cursor.parity);
 #pragma unroll
-            for (int k_step = 0; k_step < S::K_STEPS; ++k_step) multiply(k_step);
+            for (int k_step = 0; k_step < Shape::K_STEPS; ++k_step) multiply(k_step);
             previous = cursor.stage;
             cursor.next();
         }
     }
 #pragma unroll 1
-    for (; left > 0; left -= S::K_STEPS) {
-        barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
+    for (; left > 0; left -= Shape::K_STEPS) {
+        barrier_wait(cursor.stage + Stage<Shape>::FULL, cursor.parity);
 #pragma unroll 1
-        for (int k_step = 0; k_step < min(left, S::K_STEPS); ++k_step) multiply(k_step);
+        for (int k_step = 0; k_step < min(left, Shape::K_STEPS); ++k_step) multiply(k_step);
         previous = cursor.stage;
         cursor.next();
     }
     wgmma_wait<0>();
     read_after_wgmma(sum);
-    if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
+    if (lane == 0) barrier_arrive(previous + Stage<Shape>::EMPTY);
 
     // 3. Store the results.
     const ResultStore<T, GATE_UP, 1> results(output, weights.rows, tile, row_tile);
-    if constexpr (S::TAKES_TURNS) turns.wait();
+    if constexpr (Shape::TAKES_TURNS) turns.wait();
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
         const uint32_t pair = GATE_UP ? 0 : __shfl_sync(ALL_LANES, held[n / 4], n % 4 * 8 + g);
         results.store(n * 8, pair, {sum + n * 4}, bias);
     }
-    if constexpr (S::TAKES_TURNS) turns.pass();
+    if constexpr (Shape::TAKES_TURNS) turns.pass();
 }
 
 // Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.
-template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, Turns& turns, const MappedWeights& weights,
+template <typename Shape, typename T, int N, bool GATE_UP>
+__device__ __forceinline__ void multiply_tile(StageCursor<Shape>& cursor, Turns& turns, const MappedWeights& weights,
                                               const Output<T>& output, const OutputTile& tile) {
-    if constexpr (N < S::PAIRS) {
-        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, turns, weights, output, tile);
+    if constexpr (N < Shape::PAIRS) {
+        if (tile.pairs > N) return multiply_tile<Shape, T, N + 16, GATE_UP>(cursor, turns, weights, output, tile);
     }
-    consume<S, T, N, GATE_UP>(cursor, turns, weights, output, tile);
+    consume<Shape, T, N, GATE_UP>(cursor, turns, weights, output, tile);
 }
 
 // Initializes all barriers, and waits until all threads of the block see them.
-template <typename S>
-__device__ __forceinline__ void init_barriers(uint32_t ring, const uint64_t (&turn_barriers)[MULTIPLYING / 128]) {
+template <typename Shape>
+__device__ __forceinline__ void init_barriers(uint32_t ring,
+                                              const uint64_t (&turn_barriers)[MULTIPLYING_THREADS / 128]) {
     if (threadIdx.x == 0) {
-        if constexpr (S::TAKES_TURNS) Turns::init(turn_barriers);
-        for (int s = 0; s < S::STAGES; ++s) {
-            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, COPYING_WARPS);
-            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::EMPTY, MULTIPLYING / 32);
+        if constexpr (Shape::TAKES_TURNS) Turns::init(turn_barriers);
+        for (int s = 0; s < Shape::STAGES; ++s) {
+            barrier_init(ring + s * Stage<Shape>::BYTES + Stage<Shape>::FULL, COPYING_WARPS);
+            barrier_init(ring + s * Stage<Shape>::BYTES + Stage<Shape>::EMPTY, MULTIPLYING_THREADS / 32);
         }
         asm volatile("fence.proxy.async;" ::: "memory");
     }
@@ -259,21 +261,22 @@ __device__ __forceinline__ void init_barriers(uint32_t ring, const uint64_t (&tu
 // elect_lane waits for all lanes, so every lane has seen that the stage is empty before one lane arrives at FULL.
 // Otherwise, the stage could become full and empty again before a slow lane checks EMPTY.
 // The slow lane would then miss a phase of EMPTY, and would wait forever.
-template <typename S, bool GATE_UP, typename Copy>
-__device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const MappedWeights& weights,
+template <typename Shape, bool GATE_UP, typename Copy>
+__device__ __forceinline__ void fill_stages(StageCursor<Shape>& cursor, const MappedWeights& weights,
                                             const uint32_t* offsets, int experts, int k_steps, Copy&& copy) {
     OutputTile tile;
-    for (int number = blockIdx.x; find_tile<ROW_TILES, GATE_UP>(offsets, experts, weights.rows, S::PAIRS, number, tile);
+    for (int number = blockIdx.x;
+         find_tile<ROW_TILES, GATE_UP>(offsets, experts, weights.rows, Shape::PAIRS, number, tile);
          number += gridDim.x) {
 #pragma unroll 1
-        for (int k_step = 0; k_step < k_steps; k_step += S::K_STEPS) {
-            barrier_wait(cursor.stage + Stage<S>::EMPTY, cursor.parity ^ 1);
+        for (int k_step = 0; k_step < k_steps; k_step += Shape::K_STEPS) {
+            barrier_wait(cursor.stage + Stage<Shape>::EMPTY, cursor.parity ^ 1);
             if (elect_lane()) copy(tile, k_step);
             __syncwarp();
             cursor.next();
         }
     }
-    barrier_wait(cursor.stage + Stage<S>::EMPTY, cursor.parity ^ 1);
+    barrier_wait(cursor.stage + Stage<Shape>::EMPTY, cursor.parity ^ 1);
 }
 
 // The copying warpgroup: copies x, weights and scales to the ring buffer, several stages ahead of their use.
@@ -289,40 +292,46 @@ __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const Mapped
 //
 // Every instruction of a copying warp delays the multiplying warps, so a stage is filled with few copies.
 // One copy_tensor copies the weights of all row tiles, and another one copies their scales.
-template <typename S, typename T, bool GATE_UP>
-__device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedWeights& weights,
+template <typename Shape, typename T, bool GATE_UP>
+__device__ __forceinline__ void copy_tiles(StageCursor<Shape>& cursor, const MappedWeights& weights,
                                            const Output<T>& output, const T* x, const uint32_t* offsets, int experts) {
-    const int warp = warp_uniform((threadIdx.x - MULTIPLYING) / 32);
+    const int warp = warp_uniform((threadIdx.x - MULTIPLYING_THREADS) / 32);
     const int k_steps = (weights.columns + K_STEP - 1) / K_STEP;
     if (warp == 0) {
         pdl_wait();
         pdl_launch_dependents();
         const size_t stride = (size_t)output.tiled_rows * 128;
-        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, k_steps, [&](const OutputTile& tile, int k_step) {
-            const uint32_t full = cursor.stage + Stage<S>::FULL;
-            const int count = min(S::K_STEPS, k_steps - k_step), bytes = (tile.pairs + 7) / 8 * 1024;
-            const char* from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128 + k_step * stride;
-            if (k_step == 0) store_tile_of_stage(cursor.stage + Stage<S>::TILE, tile);
-            barrier_expect(full, count * bytes);
+        fill_stages<Shape, GATE_UP>(cursor, weights, offsets, experts, k_steps,
+                                    [&](const OutputTile& tile, int k_step) {
+                                        const uint32_t full = cursor.stage + Stage<Shape>::FULL;
+                                        const int count = min(Shape::K_STEPS, k_steps - k_step),
+                                                  bytes = (tile.pairs + 7) / 8 * 1024;
+                                        const char* from =
+                                            reinterpret_cast<const char*>(x) + (size_t)tile.row * 128 + k_step * stride;
+                                        if (k_step == 0) store_tile_of_stage(cursor.stage + Stage<Shape>::TILE, tile);
+                                        barrier_expect(full, count * bytes);
 #pragma unroll
-            for (int i = 0; i < S::K_STEPS; ++i)
-                if (i < count) copy_bulk(cursor.stage + i * S::K_STEP_X_BYTES, from + i * stride, bytes, full);
-        });
+                                        for (int i = 0; i < Shape::K_STEPS; ++i)
+                                            if (i < count)
+                                                copy_bulk(cursor.stage + i * Shape::K_STEP_X_BYTES, from + i * stride,
+                                                          bytes, full);
+                                    });
         // A tile without pairs tells the multiplying warpgroups to stop.
         if (elect_lane()) {
-            store_tile_of_stage(cursor.stage + Stage<S>::TILE, {});
-            barrier_arrive(cursor.stage + Stage<S>::FULL);
+            store_tile_of_stage(cursor.stage + Stage<Shape>::TILE, {});
+            barrier_arrive(cursor.stage + Stage<Shape>::FULL);
         }
     } else if (warp == 1) {
-        fill_stages<S, GATE_UP>(cursor, weights, offsets, experts, k_steps, [&](const OutputTile& tile, int k_step) {
-            const uint32_t full = cursor.stage + Stage<S>::FULL;
-            barrier_expect(full, S::WEIGHT_BYTES + S::SCALE_BYTES);
-            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, weights.blocks, k_step * MXFP4_TILE_BYTES, tile.row_tile,
-                        tile.expert, full);
-            copy_tensor(cursor.stage + Stage<S>::SCALES, weights.scales, k_step * MXFP4_TILE_SCALE_BYTES, tile.row_tile,
-                        tile.expert, full);
-        });
-        if (elect_lane()) barrier_arrive(cursor.stage + Stage<S>::FULL);
+        fill_stages<Shape, GATE_UP>(cursor, weights, offsets, experts, k_steps,
+                                    [&](const OutputTile& tile, int k_step) {
+                                        const uint32_t full = cursor.stage + Stage<Shape>::FULL;
+                                        barrier_expect(full, Shape::WEIGHT_BYTES + Shape::SCALE_BYTES);
+                                        copy_tensor(cursor.stage + Stage<Shape>::WEIGHTS, weights.blocks,
+                                                    k_step * MXFP4_TILE_BYTES, tile.row_tile, tile.expert, full);
+                                        copy_tensor(cursor.stage + Stage<Shape>::SCALES, weights.scales,
+                                                    k_step * MXFP4_TILE_SCALE_BYTES, tile.row_tile, tile.expert, full);
+                                    });
+        if (elect_lane()) barrier_arrive(cursor.stage + Stage<Shape>::FULL);
     }
 }
 
@@ -332,31 +341,31 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedW
 //   shared memory: see `WgmmaTile::shared_bytes` in product_kernel.rs
 //   bytes moved: an expert's weights once per tile of up to PAIRS pairs, mostly from L2 after the first tile;
 //     x once per 192 weight rows, mostly from L2; the output once
-template <typename S, typename T, bool GATE_UP>
+template <typename Shape, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const MappedWeights& weights, const Output<T>& output, const T* x,
                                      const uint32_t* offsets, int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;
-    __shared__ uint64_t turn_barriers[MULTIPLYING / 128];
-    init_barriers<S>(ring, turn_barriers);
-    StageCursor<S> cursor(ring);
+    __shared__ uint64_t turn_barriers[MULTIPLYING_THREADS / 128];
+    init_barriers<Shape>(ring, turn_barriers);
+    StageCursor<Shape> cursor(ring);
     // At the start, each thread has 128 / BLOCKS registers.
     // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can have more.
-    if (threadIdx.x >= MULTIPLYING) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
-        copy_tiles<S, T, GATE_UP>(cursor, weights, output, x, offsets, experts);
+    if (threadIdx.x >= MULTIPLYING_THREADS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::COPY_REGISTERS));
+        copy_tiles<Shape, T, GATE_UP>(cursor, weights, output, x, offsets, experts);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::REGISTERS));
         Turns turns(turn_barriers);
         while (true) {
-            barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
-            const OutputTile tile = load_tile_of_stage(cursor.stage + Stage<S>::TILE);
+            barrier_wait(cursor.stage + Stage<Shape>::FULL, cursor.parity);
+            const OutputTile tile = load_tile_of_stage(cursor.stage + Stage<Shape>::TILE);
             if (tile.pairs == 0) return;
-            multiply_tile<S, T, 16, GATE_UP>(cursor, turns, weights, output, tile);
+            multiply_tile<Shape, T, 16, GATE_UP>(cursor, turns, weights, output, tile);
         }
     }
 }
 #else
-template <typename S, typename T, bool GATE_UP>
+template <typename Shape, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const MappedWeights&, const Output<T>&, const T*, const uint32_t*, int) {}
 #endif

@@ -33,8 +33,8 @@ constexpr int BLOCKS = ROUTE_CLUSTER, THREADS = ROUTE_THREADS, WARPS = THREADS /
 // The number of experts whose logits are computed at once: the rows of two MMAs.
 constexpr int EXPERTS = 32;
 // A column tile is TILE_COLUMNS columns, which are multiplied at once.
-// A warp loads the weights of HELD column tiles before it waits for the previous kernel.
-constexpr int TILE_COLUMNS = 16, HELD = 3;
+// A warp loads the weights of HELD_TILES column tiles before it waits for the previous kernel.
+constexpr int TILE_COLUMNS = 16, HELD_TILES = 3;
 static_assert(BLOCKS == 8, "BLOCKS must be 8, because an MMA multiplies 8 tokens");
 static_assert(BLOCKS * EXPERTS == THREADS,
               "BLOCKS * EXPERTS must be THREADS: each thread adds up the partial logits of one token and one expert");
@@ -217,25 +217,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
         for (int i = 0; i < 4; ++i) to[i] = load(weight, min(base + 8 * i + g, experts - 1), tile);
     };
     const auto load_x = [&](int tile) { return load(x, min(first_token + g, tokens - 1), tile); };
-    float4 held_weights[HELD][4], held_x[HELD];
+    float4 held_weights[HELD_TILES][4], held_x[HELD_TILES];
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) load_weights(held_weights[h], 0, first_tile + h * BLOCKS * WARPS);
+    for (int h = 0; h < HELD_TILES; ++h) load_weights(held_weights[h], 0, first_tile + h * BLOCKS * WARPS);
     const auto load_bias = [&](int expert) { return bias && rank == 0 && expert < experts ? bias[expert] : 0.0f; };
     float added = load_bias(lane);
     wait_for_barriers_of_cluster();
     pdl_wait();
     pdl_launch_dependents();
 #pragma unroll
-    for (int h = 0; h < HELD; ++h) held_x[h] = load_x(first_tile + h * BLOCKS * WARPS);
+    for (int h = 0; h < HELD_TILES; ++h) held_x[h] = load_x(first_tile + h * BLOCKS * WARPS);
 
     for (int base = 0; base < experts; base += EXPERTS) {
         float sums[2][1][4] = {};
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) {
+        for (int h = 0; h < HELD_TILES; ++h) {
             if (base > 0) load_weights(held_weights[h], base, first_tile + h * BLOCKS * WARPS);
             multiply_columns(sums, held_weights[h], held_x[h]);
         }
-        for (int tile = first_tile + HELD * BLOCKS * WARPS; tile < tiles; tile += BLOCKS * WARPS) {
+        for (int tile = first_tile + HELD_TILES * BLOCKS * WARPS; tile < tiles; tile += BLOCKS * WARPS) {
             float4 weights[4];
             load_weights(weights, base, tile);
             multiply_columns(sums, weights, load_x(tile));

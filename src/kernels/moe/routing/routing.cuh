@@ -24,10 +24,10 @@ struct Routing {
                                               bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...
         float top = 0.0f, own = -INFINITY;
-        constexpr int HELD = 4;  // logits per lane in registers; other logits are reloaded in every round
-        float held[HELD];
+        constexpr int HELD_LOGITS = 4;  // logits per lane in registers; other logits are reloaded in every round
+        float held[HELD_LOGITS];
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
+        for (int i = 0; i < HELD_LOGITS; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
             // Key 0 means that the expert was already chosen, and key 1 means NaN. The keys of all numbers are larger.
             uint32_t best = 0, id = NO_EXPERT;
@@ -41,9 +41,9 @@ struct Routing {
             if (lane < experts) offer(0, held[0]);
             if (experts > 32) {
 #pragma unroll
-                for (int i = 1; i < HELD; ++i)
+                for (int i = 1; i < HELD_LOGITS; ++i)
                     if (lane + 32 * i < experts) offer(i, held[i]);
-                for (int i = HELD; lane + 32 * i < experts; ++i) offer(i, logit_of(lane + 32 * i));
+                for (int i = HELD_LOGITS; lane + 32 * i < experts; ++i) offer(i, logit_of(lane + 32 * i));
             }
             const uint32_t largest = __reduce_max_sync(ALL_LANES, best);
             id = __reduce_min_sync(ALL_LANES, best == largest ? id : NO_EXPERT);
