@@ -4,12 +4,12 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
+use super::harmony::parser::HarmonyParser;
 use super::harmony::{self, HarmonyTokens};
-use super::harmony_parser::HarmonyParser;
 use super::message::Message;
 use super::parser::{AnswerParser, ParserKind};
 use super::rendered::{RenderOptions, Rendered};
-use super::tagged_parser::TaggedParser;
+use super::tagged::parser::TaggedParser;
 use super::template::{SpecialToken, Template};
 use crate::tokenizer::Tokenizer;
 

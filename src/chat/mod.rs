@@ -7,29 +7,22 @@
 //!
 //! - `message`, `rendered`: a conversation, and the rendered prompt
 //! - `format`: the chat format of a model
-//! - `harmony`, `harmony_header`, `harmony_parser`, `typescript`: render and parse harmony
-//! - `template`, `template_dialect`, `template_functions`, `python`, `injection`: Jinja templates
 //! - `parser`, `channel`: split generated tokens into channels of text
-//! - `tagged_parser`, `tagged_call`, `bare_call`: parse the output of models with a template
+//! - `harmony`: renders and parses harmony
+//! - `template`: renders Jinja templates
+//! - `tagged`: parses the output of models with a template
+//! - `python`: the notations of Python for values, which templates write and models with a template generate
 //! - `violations`: counts how often a model violates its chat format
 
-mod bare_call;
 mod channel;
 mod format;
 mod harmony;
-mod harmony_header;
-mod harmony_parser;
-mod injection;
 mod message;
 mod parser;
 mod python;
 mod rendered;
-mod tagged_call;
-mod tagged_parser;
+mod tagged;
 mod template;
-mod template_dialect;
-mod template_functions;
-mod typescript;
 mod violations;
 
 pub use channel::{Channel, Delta};
@@ -38,7 +31,7 @@ pub use harmony::{HarmonyTokens, harmony_recipient};
 pub use message::{Message, ReasoningEffort, Role, ToolCall};
 pub use parser::AnswerParser;
 pub use rendered::{Render, RenderOptions, Rendered, today};
-pub use tagged_call::{LLAMA_CALLS, MISTRAL_CALLS};
-pub use tagged_parser::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
+pub use tagged::calls::{LLAMA_CALLS, MISTRAL_CALLS};
+pub use tagged::parser::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
 pub use template::{RESERVED_VARIABLES, SpecialToken};
 pub use violations::{FormatViolation, FormatViolations};

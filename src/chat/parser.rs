@@ -4,10 +4,10 @@ use anyhow::Result;
 use serde_json::Value;
 
 use super::channel::Delta;
-use super::harmony_parser::HarmonyParser;
+use super::harmony::parser::HarmonyParser;
 use super::message::ToolCall;
-use super::tagged_call::LLAMA_CALLS;
-use super::tagged_parser::TaggedParser;
+use super::tagged::calls::LLAMA_CALLS;
+use super::tagged::parser::TaggedParser;
 use super::violations::FormatViolations;
 use crate::tokenizer::Tokenizer;
 

@@ -1,4 +1,4 @@
-//! Plans an answer in harmony, the chat format of gpt-oss. `chat/harmony.rs` describes the format.
+//! Plans an answer in harmony, the chat format of gpt-oss. `chat/harmony` describes the format.
 //!
 //! Headers are constrained, so that every message has a known channel, and every tool call names a declared tool.
 //! Each header is allowed only in the tokenization of the training data, not as other tokens with the same text.
@@ -136,7 +136,7 @@ impl HarmonyPlanner<'_> {
     /// Returns the allowed headers of a call of `tool`, without `<|start|>assistant`.
     fn call_headers(&self, tool: &ToolGrammar) -> Result<Vec<Vec<u32>>> {
         let HarmonyTokens { channel, message, constrain, .. } = self.tokens;
-        // Encode the parts of a header separately, as `chat/harmony.rs` does, so that the tokens are the same.
+        // Encode the parts of a header separately, as `chat/harmony` does, so that the tokens are the same.
         let recipient = self.encode(&format!(" to={}", harmony_recipient(&tool.name)))?;
         let mut content_types = vec![Vec::new(), self.encode(" json")?];
         if let Some(constrain) = constrain {

@@ -34,7 +34,7 @@ fn system_prompt_becomes_the_developer_message() {
 fn reasoning_before_the_last_answer_is_dropped() {
     let reasoned = |content: &str| Message { reasoning: Some("hm".into()), ..Message::assistant(content) };
     let turns = [Message::user("1"), reasoned("one"), Message::user("2"), reasoned("two"), Message::user("3")];
-    // openai-harmony 0.0.8 would keep the reasoning of the second answer. src/chat/harmony.rs explains the difference.
+    // openai-harmony 0.0.8 would keep the reasoning of the second answer. src/chat/harmony/mod.rs explains the difference.
     assert_eq!(
         after_system(&render(&turns, &options())),
         "<|start|>user<|message|>1<|end|><|start|>assistant<|channel|>final<|message|>one<|end|>\

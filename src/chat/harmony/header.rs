@@ -13,7 +13,7 @@
 
 use anyhow::Result;
 
-use super::channel::Channel;
+use crate::chat::channel::Channel;
 use crate::tokenizer::Tokenizer;
 
 /// Whether the model generated the `<|start|>` before a message header.

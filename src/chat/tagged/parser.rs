@@ -20,10 +20,10 @@
 use anyhow::Result;
 
 use super::bare_call::BareCalls;
-use super::channel::{Channel, Delta};
-use super::message::ToolCall;
-use super::tagged_call::{LLAMA_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALLS, MISTRAL_ID, read_calls};
-use super::violations::{FormatViolation, FormatViolations};
+use super::calls::{LLAMA_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALLS, MISTRAL_ID, read_calls};
+use crate::chat::channel::{Channel, Delta};
+use crate::chat::message::ToolCall;
+use crate::chat::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
 
 /// The tags around reasoning and tool calls.

@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::{Map, Value as Json, json};
 
 use super::injection::Marker;
-use super::message::{Message, Role, ToolCall};
+use crate::chat::message::{Message, Role, ToolCall};
 
 /// The length of tool call ids that Mistral's templates accept.
 const SHORT_CALL_ID: usize = 9;

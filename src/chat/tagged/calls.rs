@@ -3,8 +3,8 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::message::ToolCall;
-use super::python;
+use crate::chat::message::ToolCall;
+use crate::chat::python;
 
 /// The token before the tool calls of Mistral models.
 /// A JSON list of calls, or the function name of one call, follows this token.

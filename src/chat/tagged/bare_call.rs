@@ -7,8 +7,8 @@
 //! it can consist of calls of tools in the request, and otherwise shows it as it arrives.
 //! It reads a subset of JSON, in which keys and tool names have no escape sequences, byte by byte.
 
-use super::message::ToolCall;
-use super::tagged_call::read_bare_calls;
+use super::calls::read_bare_calls;
+use crate::chat::message::ToolCall;
 
 /// The accepted keys of a call. If every key were accepted, most JSON answers would be held back until they end.
 const KEYS: [&str; 4] = ["name", "parameters", "arguments", "type"];

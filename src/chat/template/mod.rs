@@ -8,6 +8,10 @@
 //! But minijinja limits neither memory nor the time of a single step, and not all recursion during compilation.
 //! On Linux, programs that call `inferno::init` therefore run templates in a sandbox process (see `sandbox`).
 
+mod dialect;
+mod functions;
+mod injection;
+
 use std::io;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -18,14 +22,13 @@ use minijinja::value::Serde;
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 use serde_json::{Map, Value as Json, json};
 
-use super::injection::Marker;
-use super::message::{Message, ReasoningEffort};
-use super::rendered::{RenderOptions, Rendered};
-use super::template_dialect::{ArgumentForm, TemplateDialect, map_strings};
-use super::template_functions;
+use crate::chat::message::{Message, ReasoningEffort};
+use crate::chat::rendered::{RenderOptions, Rendered};
 use crate::error;
 use crate::files;
 use crate::tokenizer::Tokenizer;
+use dialect::{ArgumentForm, TemplateDialect, map_strings};
+use injection::Marker;
 
 /// The maximum number of steps of the template engine in one run of a template.
 /// Rendering a long conversation takes far fewer steps, so this limit stops only runaway templates.
@@ -158,7 +161,7 @@ impl Template {
             ("tools".to_string(), tools),
             ("documents".to_string(), Value::from(())),
             ("add_generation_prompt".to_string(), Value::from(options.add_generation_prompt)),
-            ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
+            ("strftime_now".to_string(), functions::strftime_now(options.date.clone())),
         ];
         context.extend(self.special_tokens.iter().map(|token| (token.name.clone(), Value::from(token.text.as_str()))));
         // Omit the default reasoning effort, because some templates reject efforts that they do not know.
@@ -194,7 +197,7 @@ impl JinjaTemplate {
         let mut out = LimitedOutput(Vec::new());
         let template = environment.get_template(NAME)?;
         if let Err(error) = template.render_captured_to(context, &mut out) {
-            return Err(match template_functions::raised(&error) {
+            return Err(match functions::raised(&error) {
                 Some(message) => error::Error::invalid_request(format!(
                     "cannot render the conversation: the chat template ({}) rejects it: {message}",
                     self.file
@@ -224,8 +227,8 @@ fn environment(source: &str) -> std::result::Result<Environment<'static>, Error>
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_fuel(Some(FUEL));
     environment.set_recursion_limit(MAX_DEPTH);
-    template_functions::install(&mut environment);
-    environment.add_template_owned(NAME, template_functions::replace_generation_tags(source))?;
+    functions::install(&mut environment);
+    environment.add_template_owned(NAME, functions::replace_generation_tags(source))?;
     Ok(environment)
 }
 

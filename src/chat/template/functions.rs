@@ -6,7 +6,7 @@ use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::python::{self, JsonStyle, Separators};
+use crate::chat::python::{self, JsonStyle, Separators};
 
 /// Adds the functions, filters, tests and methods to an environment, except `strftime_now`, which depends on a date.
 pub fn install(environment: &mut Environment<'static>) {

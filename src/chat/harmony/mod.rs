@@ -24,13 +24,17 @@
 //! - The template quotes tool results as JSON strings.
 //! - The template adds a blank line after the instructions.
 
+mod header;
+pub mod parser;
+mod typescript;
+
 use anyhow::Result;
 
-use super::message::{Message, Role, ToolCall};
-use super::rendered::{RenderOptions, Rendered};
-use super::typescript::tools_section;
+use crate::chat::message::{Message, Role, ToolCall};
+use crate::chat::rendered::{RenderOptions, Rendered};
 use crate::error::Error;
 use crate::tokenizer::{ControlTokens, Tokenizer};
+use typescript::tools_section;
 
 /// The ids of harmony's control tokens in a model's vocabulary.
 #[derive(Clone, Copy, Debug)]

@@ -12,11 +12,11 @@
 
 use anyhow::Result;
 
-use super::channel::{Channel, Delta};
-use super::harmony::HarmonyTokens;
-use super::harmony_header::{Opening, ParsedHeader, PartialHeader, push_words};
-use super::message::ToolCall;
-use super::violations::{FormatViolation, FormatViolations};
+use super::HarmonyTokens;
+use super::header::{Opening, ParsedHeader, PartialHeader, push_words};
+use crate::chat::channel::{Channel, Delta};
+use crate::chat::message::ToolCall;
+use crate::chat::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
 
 /// The maximum length of a message header in tokens. Valid headers are usually much shorter.

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 
-use super::rendered::Rendered;
+use crate::chat::rendered::Rendered;
 use crate::error::Error;
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
