@@ -192,6 +192,11 @@ pub fn logits_tolerance(dtype: DType) -> f32 {
 }
 
 /// A device and a dtype for a test that also runs without a GPU.
+///
+/// `tests/golden/provenance.json` records how far transformers itself is from these logits: by up to 6.1e-2 in bf16
+/// (`bfloat16_relative_error`) and 2.4e-6 in f64. f16 rounds to 11 bits instead of 8, so its errors are about an eighth
+/// of those of bf16. `make.py` checks that a mistake in the computation changes the logits by at least 1e-2, so the
+/// tests in f32 find it.
 #[derive(Clone, Copy)]
 pub struct TestDevice {
     pub is_gpu: bool,
