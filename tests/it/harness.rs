@@ -1,16 +1,77 @@
-//! Runs the tests in this binary in place of libtest.
+//! Runs the tests in this binary in place of libtest. This page says how to write, skip and select tests.
 //!
-//! libtest can ignore a test only at compile time. This harness decides at run time which tests to ignore.
-//! A test whose [`Need`] is not met is reported as ignored, unless `--ignored` or `--include-ignored` is given.
-//! The last lines of output explain how to run the ignored tests.
+//! # Write a test
 //!
-//! `#[test(each = LIST)]` marks a function that tests one case of many. `LIST` is a function that returns the cases,
-//! as a `Vec<TestCase<T>>`, and the marked function takes a `T`. Each case is a test of its own,
-//! with its own [`Need`], and is named after the function and the case, for example
-//! `models::golden::FUNCTION::qwen3_moe::cuda_bf16`.
-//! With `#[test(each_alone = LIST)]`, each case runs while no other test runs.
+//! Put the test into the module of its subject; the comment in `main.rs` lists the modules.
+//! The name states what must hold, such as `interrupted_download_is_resumed`, so that the name of a failed test already
+//! says what is broken.
 //!
-//! The usual options of libtest work, for example `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
+//! `#[test]` is this project's own attribute, which every module has without an import. It adds the function to the
+//! tests of this harness. Its argument, if any, is a requirement or a list of cases. The doc comment of `test` in
+//! `tests/macros/src/lib.rs` lists all arguments.
+//!
+//! Tests run in parallel. With `#[test(gpu_alone)]` or `#[test(each_alone = LIST)]`, a test runs while no other test
+//! runs. Tests of several GPUs need this (see `tests_of_several_gpus_run_alone`).
+//!
+//! `main.rs` replaces `print!`, `println!` and `eprintln!`. Their output is shown only if the test fails, or with
+//! `--no-capture`. Output of threads that the test starts is always shown.
+//!
+//! # Named cases
+//!
+//! `#[test(each = LIST)]` makes a test for each case. `LIST` is a function that returns the cases as a
+//! `Vec<TestCase<T>>`, and the marked function takes a `T`:
+//!
+//! ```text
+//! fn cuts() -> Vec<TestCase<usize>> {
+//!     named_cases([("after_0_bytes", 0), ("after_9999_bytes", 9_999)])
+//! }
+//!
+//! #[test(each = cuts)]
+//! fn truncated_body_is_resumed(cut: usize) { ... }
+//! ```
+//!
+//! The tests are then named `hub::hostile::truncated_body_is_resumed::after_0_bytes` and so on.
+//! Each case passes, fails or is skipped separately, and can run without the others.
+//! Prefer cases to a loop, because a loop stops at the first case that fails. A loop is enough for a table of inputs
+//! that run in milliseconds; its assertions must then name the input.
+//!
+//! The harness calls `LIST` on every machine, even to print the names. `LIST` must therefore need no GPU and no
+//! fixtures, and should do little work.
+//!
+//! # Skipped tests
+//!
+//! A test states what it needs: `#[test(gpu)]`, `#[test(fixtures)]` and so on, or the field `need` of a [`TestCase`].
+//! libtest can ignore a test only at compile time. This harness checks a [`Need`] only when it runs the test.
+//! If the machine or the build does not meet the need, the test is skipped: it is reported as `ignored`.
+//! The last lines of the output say for each unmet need how many tests were skipped, and which command runs them.
+//!
+//! - With `INFERNO_REQUIRE_GPU=1`, tests that need a GPU are not skipped. Without a GPU, they fail.
+//! - `--include-ignored` runs all tests, and `--ignored` runs only those with a need, whether or not it is met.
+//! - Builds without CUDA also skip the tests in modules that are compiled only with CUDA, one for each function.
+//! - Do not return early from a test whose requirement is missing, because the test would be reported as passed.
+//!   `gpu_if_expected` and `fixtures_if_set` in `support` are for tests that run everywhere, but check more with a GPU
+//!   or with fixtures.
+//!
+//! # Select tests
+//!
+//! A filter selects the tests whose names contain it. A name is the path of the function without the crate, followed
+//! by the name of the case. Several filters select the tests that match any of them:
+//!
+//! ```text
+//! cargo test --test it -- hub:: layers                              two modules
+//! cargo test --test it -- golden::mean_nll                          one function, with all its cases
+//! cargo test --test it -- golden::mean_nll --list                   prints the names of these cases
+//! cargo test --test it -- --exact models::golden::mean_nll_agrees_with_transformers::qwen3::cpu_f32
+//! ```
+//!
+//! Most options of libtest work, such as `--exact`, `--skip`, `--test-threads` and `--no-capture`,
+//! and so do the variables `RUST_TEST_THREADS` and `RUST_TEST_NOCAPTURE`.
+//!
+//! # Helpers
+//!
+//! `support` has the helpers for tests of several modules; the comment in `support/mod.rs` lists them.
+//! Helpers of one module are in the `mod.rs` of its folder. Examples are `serve/client.rs`, which starts a server and
+//! sends requests to it, and the simulated machine in `hub/mod.rs`.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::cell::{Cell, RefCell};
