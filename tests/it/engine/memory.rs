@@ -15,7 +15,7 @@ use crate::harness::TestCase;
 use crate::ranks::on_ranks;
 use crate::support::gguf::converter::{convert, convert_with_separate_experts};
 use crate::support::gguf::models::{quantized_llama, saved};
-use crate::support::{demo_dir, golden, golden_models};
+use crate::support::{QUANTIZED_GGUF_MODELS, cases, demo_dir, golden, golden_models};
 
 /// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
@@ -103,11 +103,6 @@ fn each_quantization(name: &str, path: &Path) {
     }
 }
 
-/// Returns a test case for each value, named after the value.
-fn cases<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<TestCase<T>> {
-    values.into_iter().map(|value| TestCase { name: value.to_string(), need: None, value }).collect()
-}
-
 fn models() -> Vec<TestCase<&'static str>> {
     cases(golden_models(|_| true).into_iter().chain(["trained"]))
 }
@@ -139,7 +134,7 @@ fn estimates_of_separate_experts_equal_the_loaded_bytes() {
 }
 
 fn quantized_models() -> Vec<TestCase<&'static str>> {
-    cases(["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"])
+    cases(QUANTIZED_GGUF_MODELS)
 }
 
 /// A quantization block in these files has 32 values, so it covers more than one attention head (8 to 16 values).

@@ -30,11 +30,14 @@ use inferno::{GenerateOptions, SamplingParams};
 use crate::engine::prompt_logprobs;
 use crate::harness::TestCase;
 use crate::runner::queued_steps;
-use crate::support::engine::Answer;
+use crate::support::engine::{Answer, cpus};
 use crate::support::gguf::converter::convert;
 use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::program::{run, text};
-use crate::support::{GoldenKind, demo_dir, expected_logits, golden, golden_models, logits_of, relative_error, values};
+use crate::support::{
+    GoldenKind, QUANTIZED_GGUF_MODELS, cases, demo_dir, expected_logits, golden, golden_models, logits_of, named_cases,
+    relative_error, values,
+};
 
 /// The world sizes of the tests. Depending on the model, the ranks divide the heads, the quantization blocks and the
 /// vocabulary evenly or unevenly, and some ranks hold no heads or no blocks.
@@ -61,11 +64,6 @@ pub fn on_ranks<T: Send>(size: usize, work: impl Fn(&World) -> T + Sync) -> Vec<
 /// Returns the f32 logits of all `ids` on each of `size` ranks that divide every layer and run on the CPU.
 fn logits(path: &Path, size: usize, quantize: Option<QuantizationTarget>, ids: &[u32]) -> Vec<Vec<f32>> {
     logits_on(&cpus(size), Split::Tensor, DType::F32, path, quantize, ids)
-}
-
-/// Returns the CPU as the device of each of `size` ranks.
-fn cpus(size: usize) -> Devices {
-    vec!["cpu"; size].join(",").parse().unwrap()
 }
 
 /// Returns `world` with the given split. `Split::Layers` gives each rank about the same number of layers.
@@ -145,14 +143,9 @@ impl ExpectedLogits {
     }
 }
 
-/// Returns a test case that runs everywhere for each value.
-fn cases<T>(values: impl IntoIterator<Item = T>, name: impl Fn(&T) -> String) -> Vec<TestCase<T>> {
-    values.into_iter().map(|value| TestCase { name: name(&value), need: None, value }).collect()
-}
-
 fn families() -> Vec<TestCase<ExpectedLogits>> {
     let names = golden_models(|model| model.kind != GoldenKind::Compressed);
-    cases(names.into_iter().map(|name| ExpectedLogits::of_golden(name, 1e-4)), |model| model.name.to_string())
+    named_cases(names.into_iter().map(|name| (name, ExpectedLogits::of_golden(name, 1e-4))))
 }
 
 #[test(each = families)]
@@ -162,12 +155,10 @@ fn logits_of_every_family_agree_with_transformers(model: ExpectedLogits) {
 
 fn models_with_whole_layers() -> Vec<TestCase<ExpectedLogits>> {
     let compressed = [("compressed/int8_packed", 1e-4), ("compressed/fp8", 12e-2)];
-    let compressed = compressed.map(|(name, tolerance)| ExpectedLogits::of_golden(name, tolerance));
-    let ggufs = ["llama", "qwen3_moe", "gemma3", "gpt2", "gpt_oss"].map(ExpectedLogits::of_gguf);
-    let mut all = families();
-    all.extend(cases(compressed, |model| model.name.to_string()));
-    all.extend(cases(ggufs, |model| format!("{}.gguf", model.name)));
-    all
+    let compressed = compressed.map(|(name, tolerance)| (name, ExpectedLogits::of_golden(name, tolerance)));
+    let ggufs = ["llama", "qwen3_moe", "gemma3", "gpt2", "gpt_oss"];
+    let ggufs = ggufs.map(|name| (format!("{name}.gguf"), ExpectedLogits::of_gguf(name)));
+    families().into_iter().chain(named_cases(compressed)).chain(named_cases(ggufs)).collect()
 }
 
 /// With `Split::Layers`, a rank computes its layers exactly as a single rank does.
@@ -194,8 +185,7 @@ fn models_of_8_bits() -> Vec<TestCase<ExpectedLogits>> {
         ("compressed/fp8", 12e-2),
         ("compressed/fp8_static", 1e-4),
     ];
-    let models = models.map(|(name, tolerance)| ExpectedLogits::of_golden(name, tolerance));
-    cases(models, |model| model.name.to_string())
+    named_cases(models.map(|(name, tolerance)| (name, ExpectedLogits::of_golden(name, tolerance))))
 }
 
 /// With dynamic scales, the logits of several ranks differ from transformers by about 2% (int8) and 4% (fp8):
@@ -209,8 +199,7 @@ fn logits_of_8_bit_models_agree_with_transformers(model: ExpectedLogits) {
 }
 
 fn quantized_gguf_files() -> Vec<TestCase<ExpectedLogits>> {
-    let names = ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
-    cases(names.map(ExpectedLogits::of_gguf), |model| model.name.to_string())
+    named_cases(QUANTIZED_GGUF_MODELS.map(|name| (name, ExpectedLogits::of_gguf(name))))
 }
 
 /// A quantization block in these files has 32 columns, so a block is wider than an attention head (8 to 16 columns).
@@ -221,7 +210,7 @@ fn logits_of_quantized_gguf_files_agree_with_transformers(model: ExpectedLogits)
 }
 
 fn converted_models() -> Vec<TestCase<&'static str>> {
-    cases(golden_models(|model| model.has_gguf), |name| name.to_string())
+    cases(golden_models(|model| model.has_gguf))
 }
 
 /// Compares several ranks only with one rank, because `weights/gguf/models.rs` compares one rank with transformers.
@@ -236,7 +225,7 @@ fn gguf_files_with_floats_give_the_same_logits_as_one_rank(name: &'static str) {
 }
 
 fn block_formats() -> Vec<TestCase<GgmlType>> {
-    cases([GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K], |ggml_type| ggml_type.name().to_string())
+    cases([GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K])
 }
 
 #[test(each = block_formats)]
@@ -252,8 +241,8 @@ fn blocks_of_random_bits_give_the_same_logits_as_one_rank(ggml_type: GgmlType) {
 fn quantized_models() -> Vec<TestCase<(&'static str, QuantizationTarget)>> {
     let targets = ["q8_0", "q6_k", "q5_1", "q4_k", "q4_0", "q2_k", "int8", "fp8"];
     let models = ["llama_graph", "mixtral_graph", "gpt2"];
-    let all = models.into_iter().flat_map(|name| targets.map(|target| (name, target.parse().unwrap())));
-    cases(all, |(name, target)| format!("{name}::{target}"))
+    let case = |name, target: &str| (format!("{name}::{target}"), (name, target.parse().unwrap()));
+    named_cases(models.into_iter().flat_map(|name| targets.map(|target| case(name, target))))
 }
 
 #[test(each = quantized_models)]

@@ -131,6 +131,11 @@ pub fn generate_at_once(
     streams.into_iter().map(Answer::read).collect()
 }
 
+/// Returns the CPU as the device of each of `ranks` ranks.
+pub fn cpus(ranks: usize) -> Devices {
+    vec!["cpu"; ranks].join(",").parse().unwrap()
+}
+
 /// Returns the devices of two ranks: two GPUs, or the same GPU twice if there is only one.
 /// The calling test must run alone. `tests_of_several_gpus_run_alone` in harness.rs explains why.
 pub fn two_gpus() -> Devices {

@@ -128,6 +128,10 @@ pub const GOLDEN_MODELS: &[GoldenModel] = &[
     GoldenModel { name: "compressed/fp8_static", ..COMPRESSED },
 ];
 
+/// The models in `tests/golden/gguf_quantized`: the names of the GGUF files and of the files with their logits.
+pub const QUANTIZED_GGUF_MODELS: [&str; 10] =
+    ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
+
 /// Returns the names of the golden models for which `is_selected` returns true.
 pub fn golden_models(is_selected: impl Fn(&GoldenModel) -> bool) -> Vec<&'static str> {
     GOLDEN_MODELS.iter().filter(|model| is_selected(model)).map(|model| model.name).collect()
@@ -165,6 +169,11 @@ pub fn named_cases<T>(cases: impl IntoIterator<Item = (impl Into<String>, T)>) -
     cases.into_iter().map(|(name, value)| TestCase { name: name.into(), need: None, value }).collect()
 }
 
+/// Returns cases that run on every machine, each named after its value.
+pub fn cases<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<TestCase<T>> {
+    named_cases(values.into_iter().map(|value| (value.to_string(), value)))
+}
+
 /// Returns a test case that needs a GPU.
 pub fn gpu_case<T>(name: String, value: T) -> TestCase<T> {
     TestCase { name, need: Some(Need::Gpu), value }
@@ -183,6 +192,11 @@ pub fn on_gpu<T: Clone>(values: impl IntoIterator<Item = (String, T)>, dtypes: &
 
 /// Returns the largest allowed difference between logits in `dtype` and the f32 logits of transformers, relative to the
 /// largest |logit|. For models with 8-bit activations, `tolerance` in `models/golden.rs` can be larger.
+///
+/// `tests/golden/provenance.json` records how far transformers itself is from these logits: by up to 6.1e-2 in bf16
+/// (`bfloat16_relative_error`) and 2.4e-6 in f64. f16 rounds to 11 bits instead of 8, so its errors are about an eighth
+/// of those of bf16. `make.py` checks that a mistake in the computation changes the logits by at least 1e-2, so the
+/// tests in f32 find it.
 pub fn logits_tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::F32 => 1e-4,
@@ -192,11 +206,6 @@ pub fn logits_tolerance(dtype: DType) -> f32 {
 }
 
 /// A device and a dtype for a test that also runs without a GPU.
-///
-/// `tests/golden/provenance.json` records how far transformers itself is from these logits: by up to 6.1e-2 in bf16
-/// (`bfloat16_relative_error`) and 2.4e-6 in f64. f16 rounds to 11 bits instead of 8, so its errors are about an eighth
-/// of those of bf16. `make.py` checks that a mistake in the computation changes the logits by at least 1e-2, so the
-/// tests in f32 find it.
 #[derive(Clone, Copy)]
 pub struct TestDevice {
     pub is_gpu: bool,

@@ -7,14 +7,11 @@ use inferno::models;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 
 use crate::harness::TestCase;
-use crate::support::{TestDevice, expected_logits, golden, logits_of, logits_tolerance, on_devices};
-use crate::support::{relative_error, values};
-
-const FAMILIES: [&str; 10] =
-    ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
+use crate::support::{QUANTIZED_GGUF_MODELS, TestDevice, expected_logits, golden, logits_of, logits_tolerance};
+use crate::support::{on_devices, relative_error, values};
 
 fn families() -> Vec<TestCase<(&'static str, TestDevice)>> {
-    on_devices(FAMILIES.map(|family| (family, family)))
+    on_devices(QUANTIZED_GGUF_MODELS.map(|family| (family, family)))
 }
 
 #[test(each = families)]
