@@ -13,6 +13,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
+use std::process::Output;
 
 use candle_core::{DType, Device};
 use inferno::device::{self, Devices, Split};
@@ -443,18 +444,24 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
     drop(runner); // waits for the thread of the second rank
 }
 
+/// Runs `inferno play` with a short answer.
+fn play(arguments: &[&str]) -> Output {
+    let prompt = ["play", "demo", "--prompt", "Hello", "--temperature", "0", "--max-tokens", "20"];
+    run(&[&prompt, arguments].concat())
+}
+
 #[test]
-fn the_command_line_takes_a_list_of_devices() {
-    let play = |arguments: &[&str]| {
-        let prompt = ["play", "demo", "--prompt", "Hello", "--temperature", "0", "--max-tokens", "20"];
-        run(&[&prompt, arguments].concat())
-    };
+fn play_on_a_list_of_devices_gives_the_same_answer() {
     let one = play(&["--device", "cpu"]);
     for arguments in [&["--device", "cpu,cpu"][..], &["--device", "cpu,cpu", "--split", "layers"]] {
         let two = play(arguments);
         assert!(one.status.success() && two.status.success(), "{}", text(&two.stderr));
         assert_eq!(text(&one.stdout), text(&two.stdout));
     }
+}
+
+#[test]
+fn invalid_lists_of_devices_are_usage_errors() {
     for (arguments, message) in [
         (["--device", "cpu,cuda"], "a model runs on GPUs or on the CPU, not on both"),
         (["--device", "cpu,gpu"], "unknown device 'gpu'"),
