@@ -39,7 +39,7 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
 /// Checks that `engine` gives the same answers to 15 concurrent requests as `reference` gives to one request at a time.
 /// Also checks that `engine` preempts sequences and reuses cached prefixes while it answers.
 /// `change(index, options)` changes the options of request number `index`.
-pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
+pub fn assert_same_answers(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
     let requests = (0..15).map(|index| {
         let (prompt, mut options) = request(&engine, index);
         change(index, &mut options);
@@ -73,7 +73,7 @@ pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut Gene
 
 #[test]
 fn answers_are_the_same_as_without_queued_steps() {
-    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), |_, _| ());
+    assert_same_answers(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), |_, _| ());
 }
 
 /// Changes the options of most requests so that their logits are edited before sampling.
@@ -98,7 +98,7 @@ fn edit_logits(index: usize, options: &mut GenerateOptions) {
 
 #[test]
 fn answers_with_edited_logits_are_the_same_as_without_queued_steps() {
-    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), edit_logits);
+    assert_same_answers(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), edit_logits);
 }
 
 /// Constrains the answer to any text of at least 400 characters.
@@ -129,7 +129,7 @@ fn steps_are_queued_ahead_unless_a_constraint_needs_the_previous_token() {
 }
 
 #[test]
-fn queued_and_other_steps_mix() {
+fn answers_are_the_same_if_only_some_steps_are_queued() {
     // A step with a constrained request must wait for the tokens of the previous step, so it is not queued.
     let change = |index: usize, options: &mut GenerateOptions| {
         edit_logits(index, options);
@@ -137,13 +137,13 @@ fn queued_and_other_steps_mix() {
             constrain(options);
         }
     };
-    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), change);
+    assert_same_answers(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), change);
 }
 
 #[test]
 fn deterministic_answers_are_the_same_as_without_queued_steps() {
     let demo = || demo().deterministic(true);
-    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), edit_logits);
+    assert_same_answers(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), edit_logits);
 }
 
 /// A sampler that does not know the last token must edit logits and choose tokens like a sampler that knows it.
