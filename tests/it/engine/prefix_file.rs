@@ -11,9 +11,10 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::{EngineHandle, Error, GenerateOptions};
 use tempfile::tempdir;
 
-use crate::support::engine::{Answer, demo, greedy};
+use crate::harness::TestCase;
+use crate::support::engine::{Answer, cpus, demo, greedy};
 use crate::support::gguf::models::{demo_as_gguf, saved};
-use crate::support::{demo_dir, relative_error, values};
+use crate::support::{demo_dir, named_cases, relative_error, values};
 
 fn answer(engine: &EngineHandle, prompt: &[u32]) -> Answer {
     let options = GenerateOptions { ignore_eos: true, max_tokens: Some(8), ..greedy() };
@@ -105,8 +106,7 @@ fn a_named_pipe_is_no_saved_prefix() {
 /// Loads the demo model, which has 6 layers and 2 KV heads, on `ranks` ranks.
 /// With tensor parallelism on four ranks, the third and fourth ranks hold no KV heads.
 fn demo_on(ranks: usize, split: Split, context: usize) -> Engine {
-    let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
-    Engine::builder(demo_dir()).devices(devices).split(split).context(context).load().unwrap()
+    Engine::builder(demo_dir()).devices(cpus(ranks)).split(split).context(context).load().unwrap()
 }
 
 #[test]
@@ -128,92 +128,96 @@ fn a_prefix_of_one_gguf_file_is_not_loaded_for_another() {
     assert_eq!(load().load_prefix(&path).unwrap(), 0);
 }
 
-const SPLITS: [(usize, Split); 5] =
+/// A number of ranks, and how they divide the model.
+type Ranks = (usize, Split);
+
+const RANKS: [Ranks; 5] =
     [(1, Split::Tensor), (2, Split::Tensor), (4, Split::Tensor), (2, Split::Layers), (4, Split::Layers)];
 
-#[test]
-fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number() {
+fn ranks() -> Vec<TestCase<Ranks>> {
+    named_cases(RANKS.map(|(ranks, split)| {
+        let split_name = if split == Split::Layers { "layers" } else { "tensor" };
+        (format!("{ranks}_ranks::{split_name}"), (ranks, split))
+    }))
+}
+
+#[test(each = ranks)]
+fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number((writers, writers_split): Ranks) {
     let folder = tempdir().unwrap();
     let expected_engine = demo(512);
     let prompt = expected_engine.random_tokens(5, 300);
     let next = [&prompt[..], &expected_engine.random_tokens(7, 20)].concat();
     let expected = answer(&expected_engine, &next).tokens;
-    let path = |ranks, split| folder.path().join(format!("{ranks}-{split:?}.kv"));
-    let read = |ranks, split| candle_core::safetensors::load(path(ranks, split), &Device::Cpu).unwrap();
-    for (ranks, split) in SPLITS {
-        let engine = demo_on(ranks, split, 512);
+    let save = |engine: Engine, name: &str| {
+        let path = folder.path().join(name);
         answer(&engine, &prompt);
-        assert_eq!(engine.save_prefix(&prompt, &path(ranks, split)).unwrap(), 256);
-        // Every saved prefix has all layers and KV heads, in the same order for any number of ranks.
-        let (saved, one) = (read(ranks, split), read(1, Split::Tensor));
-        assert_eq!(saved.len(), one.len());
-        for (name, tensor) in &saved {
-            assert_eq!(tensor.dims(), one[name].dims(), "{name}");
-            let tolerance = if split == Split::Layers { 0.0 } else { 1e-5 };
-            let error = relative_error(&values(tensor), &values(&one[name]));
-            assert!(error <= tolerance, "{name} of {ranks} ranks, {split:?}: relative error {error:e}");
-        }
+        assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 256);
+        path
+    };
+    let path = save(demo_on(writers, writers_split, 512), "saved.kv");
+    // Every saved prefix has all layers and KV heads, in the same order for any number of ranks.
+    let read = |path: &Path| candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let (saved, one) = (read(&path), read(&save(demo(512), "one.kv")));
+    assert_eq!(saved.len(), one.len());
+    for (name, tensor) in &saved {
+        assert_eq!(tensor.dims(), one[name].dims(), "{name}");
+        // With `Split::Layers`, each layer is computed as by one rank. With `Split::Tensor`, sums have another order.
+        let tolerance = if writers_split == Split::Layers { 0.0 } else { 1e-5 };
+        let error = relative_error(&values(tensor), &values(&one[name]));
+        assert!(error <= tolerance, "{name}: relative error {error:e}");
     }
-    for (ranks, split) in SPLITS {
-        for (writers, writers_split) in SPLITS {
-            let name = format!("saved by {writers} ranks, {writers_split:?}; loaded by {ranks} ranks, {split:?}");
-            let engine = demo_on(ranks, split, 512);
-            let path = path(writers, writers_split);
-            assert_eq!(engine.load_prefix(&path).unwrap(), 256, "{name}");
-            assert_eq!(engine.load_prefix(&path).unwrap(), 256, "{name}");
-            let got = answer(&engine, &next);
-            assert_eq!((got.tokens, got.summary.cached_tokens), (expected.clone(), 256), "{name}");
-            // Saving the loaded prefix must write the same file. This shows that every rank has read its own part.
-            let again = path.with_extension("again");
-            assert_eq!(engine.save_prefix(&prompt, &again).unwrap(), 256, "{name}");
-            let (first, second) = (fs::read(&path).unwrap(), fs::read(&again).unwrap());
-            assert!(first == second, "{name}: the saved files differ");
-        }
+    for (ranks, split) in RANKS {
+        let what = format!("loaded by {ranks} ranks, {split:?}");
+        let engine = demo_on(ranks, split, 512);
+        assert_eq!(engine.load_prefix(&path).unwrap(), 256, "{what}");
+        assert_eq!(engine.load_prefix(&path).unwrap(), 256, "{what} again");
+        let got = answer(&engine, &next);
+        assert_eq!((got.tokens, got.summary.cached_tokens), (expected.clone(), 256), "{what}");
+        // Saving the loaded prefix must write the same file. This shows that every rank has read its own part.
+        let again = folder.path().join("again.kv");
+        assert_eq!(engine.save_prefix(&prompt, &again).unwrap(), 256, "{what}");
+        assert!(fs::read(&path).unwrap() == fs::read(&again).unwrap(), "{what}: the saved files differ");
     }
 }
 
-#[test]
-fn several_ranks_ignore_unusable_prefixes_and_reject_damaged_ones() {
+#[test(each = ranks)]
+fn unusable_prefixes_are_ignored_and_damaged_ones_are_errors_on_any_number_of_ranks((ranks, split): Ranks) {
     let folder = tempdir().unwrap();
     let path = folder.path().join("a.kv");
-    for (ranks, split) in SPLITS {
-        let engine = demo_on(ranks, split, 512);
-        let prompt = engine.random_tokens(1, 200);
-        assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0, "a prefix was saved before it was computed");
-        assert!(!path.exists());
-        let expected = answer(&engine, &prompt).tokens;
-        assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
-        // With a context of 64 tokens, the cache has too few free blocks for the prefix.
-        assert_eq!(demo_on(ranks, split, 64).load_prefix(&path).unwrap(), 0);
-        let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
-        let other = Engine::builder(demo_dir()).devices(devices).split(split).context(512);
-        let other = other.dtype(candle_core::DType::BF16).load().unwrap();
-        assert_eq!(other.load_prefix(&path).unwrap(), 0, "a prefix with another dtype was loaded");
+    let engine = demo_on(ranks, split, 512);
+    let prompt = engine.random_tokens(1, 200);
+    assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0, "a prefix was saved before it was computed");
+    assert!(!path.exists());
+    let expected = answer(&engine, &prompt).tokens;
+    assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
+    // With a context of 64 tokens, the cache has too few free blocks for the prefix.
+    assert_eq!(demo_on(ranks, split, 64).load_prefix(&path).unwrap(), 0);
+    let other = Engine::builder(demo_dir()).devices(cpus(ranks)).split(split).context(512);
+    let other = other.dtype(candle_core::DType::BF16).load().unwrap();
+    assert_eq!(other.load_prefix(&path).unwrap(), 0, "a prefix with another dtype was loaded");
 
-        let bytes = fs::read(&path).unwrap();
-        let shape = b"\"shape\":[192,2,40]";
-        let mut damaged = bytes.clone();
-        let mut changed = 0;
-        // Change shapes in the header of the prefix file, but keep the numbers of elements.
-        // Only a check of the shapes finds this damage.
-        for start in 0..damaged.len() - shape.len() {
-            if damaged[start..].starts_with(shape) {
-                damaged[start..start + shape.len()].copy_from_slice(b"\"shape\":[192,1,80]");
-                changed += 1;
-            }
+    let bytes = fs::read(&path).unwrap();
+    let shape = b"\"shape\":[192,2,40]";
+    let mut damaged = bytes.clone();
+    let mut changed = 0;
+    // Change shapes in the header of the prefix file, but keep the numbers of elements.
+    // Only a check of the shapes finds this damage.
+    for start in 0..damaged.len() - shape.len() {
+        if damaged[start..].starts_with(shape) {
+            damaged[start..start + shape.len()].copy_from_slice(b"\"shape\":[192,1,80]");
+            changed += 1;
         }
-        assert!(changed > 0);
-        let engine = demo_on(ranks, split, 512);
-        for bytes in [&damaged[..], &bytes[..bytes.len() - 1], &bytes[..100]] {
-            fs::write(&path, bytes).unwrap();
-            let error = engine.load_prefix(&path).unwrap_err().to_string();
-            assert!(error.contains("a.kv is damaged"), "{error}");
-        }
-        // After a damaged prefix file, the ranks continue to work and do not use the keys and values from that file.
-        let got = answer(&engine, &prompt);
-        assert_eq!((got.tokens, got.summary.cached_tokens), (expected, 0));
-        fs::remove_file(&path).unwrap();
     }
+    assert!(changed > 0);
+    let engine = demo_on(ranks, split, 512);
+    for bytes in [&damaged[..], &bytes[..bytes.len() - 1], &bytes[..100]] {
+        fs::write(&path, bytes).unwrap();
+        let error = engine.load_prefix(&path).unwrap_err().to_string();
+        assert!(error.contains("a.kv is damaged"), "{error}");
+    }
+    // After a damaged prefix file, the ranks continue to work and do not use the keys and values from that file.
+    let got = answer(&engine, &prompt);
+    assert_eq!((got.tokens, got.summary.cached_tokens), (expected, 0));
 }
 
 #[test]
