@@ -7,7 +7,7 @@ use inferno::engine::FinishReason;
 use inferno::runner::ExecutionMode;
 use inferno::{EngineHandle, Event, GenerateOptions, Request, SamplingParams};
 
-use super::models;
+use super::{F16_LOGPROB_TOLERANCE, F32_LOGPROB_TOLERANCE, models};
 use crate::harness::{Need, TestCase};
 use crate::support::engine::{Answer, GraphModel, demo, greedy, sampling};
 
@@ -110,16 +110,28 @@ fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
     }
 }
 
-#[test]
-fn options_that_use_logits_work_on_the_cpu() {
+/// Runs `check` with prompts that end in the first block of the KV cache, at its end, and in the second block.
+fn with_prompts(check: impl Fn(&EngineHandle, &[u32])) {
     let engine = demo(512);
     for length in [1, 64, 65, 100] {
-        let prompt = engine.random_tokens(length, length as usize);
-        check_logprobs(&engine, &prompt, 1e-4);
-        check_rules(&engine, &prompt);
-        check_forks(&engine, &prompt);
+        check(&engine, &engine.random_tokens(length, length as usize));
     }
     assert_eq!(engine.stats().used_blocks, 0);
+}
+
+#[test]
+fn reported_log_probabilities_equal_those_of_a_prefill() {
+    with_prompts(|engine, prompt| check_logprobs(engine, prompt, F32_LOGPROB_TOLERANCE));
+}
+
+#[test]
+fn logit_biases_and_stop_tokens_choose_and_end_the_answer() {
+    with_prompts(check_rules);
+}
+
+#[test]
+fn several_answers_to_a_request_equal_answers_to_consecutive_seeds() {
+    with_prompts(check_forks);
 }
 
 fn tiny_models() -> Vec<TestCase<&'static str>> {
@@ -127,11 +139,16 @@ fn tiny_models() -> Vec<TestCase<&'static str>> {
 }
 
 #[test(each = tiny_models)]
-fn options_that_use_logits_work_on_a_gpu(name: &'static str) {
+fn reported_log_probabilities_equal_those_of_a_prefill_on_a_gpu(name: &'static str) {
     let model = GraphModel::new(name);
-    check_logprobs(&model.graph(), &model.prompt, 0.1);
-    // Run all steps eagerly. With CUDA graphs, steps with a bias or an unreached `min_tokens` would use other kernels
-    // than plain steps, and these kernels round differently.
+    check_logprobs(&model.graph(), &model.prompt, F16_LOGPROB_TOLERANCE);
+}
+
+/// Runs all steps eagerly. With CUDA graphs, steps with a bias or an unreached `min_tokens` would use other kernels than
+/// plain steps, and these kernels round differently.
+#[test(each = tiny_models)]
+fn logit_biases_and_stop_tokens_choose_and_end_the_answer_on_a_gpu(name: &'static str) {
+    let model = GraphModel::new(name);
     check_rules(&model.load(110, ExecutionMode::Eager), &model.prompt);
 }
 
@@ -152,7 +169,7 @@ fn logprobs_of_a_batch_belong_to_their_requests() {
         assert_eq!(reported.len(), if index.is_multiple_of(3) { 6 } else { 0 });
         let want = logprobs(&engine, &[prompt, &tokens[..5]].concat());
         for ((row, token), got) in want[prompt.len() - 1..].iter().zip(tokens).zip(reported) {
-            assert!((f64::from(got.chosen) - row[token as usize]).abs() < 0.1);
+            assert!((f64::from(got.chosen) - row[token as usize]).abs() < F16_LOGPROB_TOLERANCE);
             assert_eq!(got.top.len(), index);
         }
     }

@@ -5,7 +5,7 @@ use inferno::device::DeviceChoice;
 use inferno::runner::{ExecutionMode, TokenLogprobs};
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream};
 
-use super::models;
+use super::{F16_LOGPROB_TOLERANCE, F32_LOGPROB_TOLERANCE, models};
 use crate::harness::{Need, TestCase};
 use crate::support::demo_dir;
 use crate::support::engine::{GraphModel, demo, greedy};
@@ -90,15 +90,15 @@ fn tiny_models() -> Vec<TestCase<&'static str>> {
 fn prompt_logprobs_equal_those_of_a_forward_pass(name: &'static str) {
     let model = GraphModel::new(name);
     let builder = || model.builder().device(DeviceChoice::Cpu).dtype(DType::F32).context(110);
-    check(&builder().chunk(16).load().unwrap(), &[1, 2, 16, 17, 18, 65, 100], 1e-4);
-    check(&builder().load().unwrap(), &[100], 1e-4);
+    check(&builder().chunk(16).load().unwrap(), &[1, 2, 16, 17, 18, 65, 100], F32_LOGPROB_TOLERANCE);
+    check(&builder().load().unwrap(), &[100], F32_LOGPROB_TOLERANCE);
 }
 
 #[test]
 fn long_prompts_are_scored_in_slices() {
-    check(&demo(512), &[65, 66, 130, 300], 1e-4);
+    check(&demo(512), &[65, 66, 130, 300], F32_LOGPROB_TOLERANCE);
     let deterministic = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(300).chunk(64);
-    check(&deterministic.deterministic(true).load().unwrap(), &[2, 64, 65, 66, 130], 1e-4);
+    check(&deterministic.deterministic(true).load().unwrap(), &[2, 64, 65, 66, 130], F32_LOGPROB_TOLERANCE);
 }
 
 fn tiny_models_on_a_gpu() -> Vec<TestCase<&'static str>> {
@@ -115,7 +115,7 @@ fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu(name: &'static str) {
             for count in [0, 4] {
                 let request = Request::ids(prompt.clone()).options(options(count));
                 for stream in engine.submit_n(request, 3).unwrap() {
-                    assert_close(&engine, &prompt, &read(stream).0, 0.1);
+                    assert_close(&engine, &prompt, &read(stream).0, F16_LOGPROB_TOLERANCE);
                 }
             }
         }
@@ -149,7 +149,7 @@ fn requests_at_once_are_scored_like_single_ones() {
             }
             let (logprobs, tokens) = read(stream);
             assert_eq!(tokens.len(), count(index));
-            assert_close(&engine, &prompt(index), &logprobs, 1e-4);
+            assert_close(&engine, &prompt(index), &logprobs, F32_LOGPROB_TOLERANCE);
         }
     }
     engine.with_runner(|_| ()).unwrap();
@@ -170,7 +170,7 @@ fn canceled_answers_leave_the_scores_of_others_complete() {
         }
         streams.drain(..canceled);
         for stream in streams {
-            assert_close(&engine, &prompt, &read(stream).0, 1e-4);
+            assert_close(&engine, &prompt, &read(stream).0, F32_LOGPROB_TOLERANCE);
         }
     }
 }

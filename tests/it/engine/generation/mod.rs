@@ -18,6 +18,7 @@ use inferno::engine::{EngineStats, FinishReason};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::{EngineHandle, Event, GenerateOptions, RequestStream};
 
+use super::F32_LOGPROB_TOLERANCE;
 use crate::support::engine::{Answer, demo, greedy, sampling};
 
 fn render() -> RenderOptions {
@@ -238,13 +239,16 @@ fn likelihoods_of_the_first_window_match_the_whole_text() {
     assert_eq!((whole.len(), windows.len()), (ids.len() - 1, ids.len() - 1));
     // In the first window, the losses agree. In later windows, each token has less context, so its loss may differ.
     for (a, b) in whole[..63].iter().zip(&windows) {
-        assert!((a - b).abs() < 1e-4, "the loss is {a} with the whole text, but {b} in the first window");
+        assert!(
+            f64::from((a - b).abs()) < F32_LOGPROB_TOLERANCE,
+            "the loss is {a} with the whole text, but {b} in the first window"
+        );
     }
     assert!(windows.iter().all(|nll| nll.is_finite() && *nll >= 0.0));
     // Each loss is the negative log probability of the next token.
     let logits = long.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
     for (row, (&next, nll)) in logits.iter().zip(ids[1..].iter().zip(&whole)) {
         let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();
-        assert!((sum.ln() - row[next as usize] as f64 - *nll as f64).abs() < 1e-4);
+        assert!((sum.ln() - row[next as usize] as f64 - *nll as f64).abs() < F32_LOGPROB_TOLERANCE);
     }
 }
