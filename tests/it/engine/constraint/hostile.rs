@@ -7,13 +7,15 @@ use inferno::{Event, GenerateOptions};
 use serde_json::{Value, json};
 
 use super::{question, refusal, sampled};
-use crate::support::engine::demo;
+use crate::harness::TestCase;
+use crate::support::engine::{Answer, demo};
+use crate::support::named_cases;
 
 /// The maximum time for compiling an abusive grammar, with a margin for a busy machine.
 const LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
-fn what_cannot_be_enforced_is_refused() {
+fn constraints_that_cannot_be_enforced_are_refused() {
     let engine = demo(256);
     let object = |keyword: &str, value: Value| GrammarKind::JsonSchema(json!({ "type": "object", keyword: value }));
     for (kind, expected) in [
@@ -60,18 +62,18 @@ fn nested(depth: usize, inner: Value, wrap: impl Fn(Value) -> Value) -> Value {
 }
 
 /// Returns grammars that could exhaust a limit or crash the compiler: large, deep, recursive, ambiguous and others.
-fn abusive() -> Vec<(&'static str, GrammarKind)> {
+fn abusive_grammars() -> Vec<TestCase<GrammarKind>> {
     let schema = GrammarKind::JsonSchema;
     let regex = |text: &str| GrammarKind::Regex(text.to_string());
     let lark = |text: &str| GrammarKind::Lark(text.to_string());
     let many: Vec<String> = (0..50_000).map(|index| format!("value-{index}")).collect();
     let fields: serde_json::Map<String, Value> =
         (0..3000).map(|index| (format!("field{index}"), json!({ "type": "string" }))).collect();
-    vec![
+    named_cases([
         ("enum", schema(json!({ "enum": many }))),
         ("fields", schema(json!({ "type": "object", "properties": fields }))),
         (
-            "deep objects",
+            "deep_objects",
             schema(nested(
                 60,
                 json!({ "type": "null" }),
@@ -79,7 +81,7 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
             )),
         ),
         (
-            "deep options",
+            "deep_options",
             schema(nested(
                 60,
                 json!({ "type": "null" }),
@@ -87,54 +89,54 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
             )),
         ),
         (
-            "doubling options",
+            "doubling_options",
             schema(nested(
                 20,
                 json!({ "type": "string" }),
                 |inner| json!({ "anyOf": [inner.clone(), { "type": "array", "items": [] }] }),
             )),
         ),
-        ("self reference", schema(json!({ "$ref": "#" }))),
+        ("self_reference", schema(json!({ "$ref": "#" }))),
         (
-            "reference loop",
+            "reference_loop",
             schema(
                 json!({ "$defs": { "a": { "$ref": "#/$defs/b" }, "b": { "$ref": "#/$defs/a" } }, "$ref": "#/$defs/a" }),
             ),
         ),
         (
-            "recursive allOf",
+            "recursive_all_of",
             schema(
                 json!({ "$defs": { "a": { "allOf": [{ "$ref": "#/$defs/a" }, { "type": "object" }] } }, "$ref": "#/$defs/a" }),
             ),
         ),
         (
-            "recursive tree",
+            "recursive_tree",
             schema(
                 json!({ "type": "object", "properties": { "left": { "$ref": "#" }, "right": { "$ref": "#" } }, "additionalProperties": false }),
             ),
         ),
         (
-            "huge counts",
+            "huge_counts",
             schema(
                 json!({ "type": "array", "items": { "type": "string", "minLength": 100_000 }, "minItems": 100_000 }),
             ),
         ),
-        ("huge number", schema(json!({ "type": "number", "minimum": 1e300, "maximum": 1.5e300 }))),
-        ("multiple of", schema(json!({ "type": "integer", "multipleOf": 99_991 }))),
-        ("multi-byte text", schema(json!({ "type": "é".repeat(200) }))),
+        ("huge_number", schema(json!({ "type": "number", "minimum": 1e300, "maximum": 1.5e300 }))),
+        ("multiple_of", schema(json!({ "type": "integer", "multipleOf": 99_991 }))),
+        ("multi_byte_text", schema(json!({ "type": "é".repeat(200) }))),
         ("pattern", schema(json!({ "type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" }))),
-        ("nested repeats", regex("((((a{1,100}){1,100}){1,100}){1,100}){1,100}")),
-        ("ReDoS", regex("(a+)+b")),
-        ("ReDoS with options", regex("(a|a|aa)*(a|aa)*(b|bb)*c{0,5000}")),
+        ("nested_repeats", regex("((((a{1,100}){1,100}){1,100}){1,100}){1,100}")),
+        ("redos", regex("(a+)+b")),
+        ("redos_with_options", regex("(a|a|aa)*(a|aa)*(b|bb)*c{0,5000}")),
         ("distance", regex("(a|b)*a(a|b){200}")),
         ("unicode", regex(r"(\p{L}|\p{N}){500}[^\p{L}]{500}")),
         ("parentheses", regex(&format!("{}a{}", "(".repeat(60_000), ")".repeat(60_000)))),
         ("intersection", lark("start: /(.*a){30}/ & /(.*b){30}/ & /(.*c){30}/")),
         ("ambiguous", lark("start: a a a a a a\na: b*\nb: \"x\"* | \"xx\"*")),
-        ("left recursion", lark("start: start start | \"a\" | \"\"")),
-        ("deep lark", lark(&format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000)))),
+        ("left_recursion", lark("start: start start | \"a\" | \"\"")),
+        ("deep_lark", lark(&format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000)))),
         (
-            "exponential rules",
+            "exponential_rules",
             lark(
                 &(0..40)
                     .map(|index| format!("r{index}: r{0} r{0}\n", index + 1))
@@ -142,30 +144,27 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
                     .collect::<String>(),
             ),
         ),
-    ]
+    ])
 }
 
 /// A request with an abusive grammar is refused, fails or ends within a time limit. A later request still works.
-#[test]
-fn abusive_grammars_are_refused_or_stay_within_limits() {
+#[test(each = abusive_grammars)]
+fn abusive_grammars_are_refused_or_stay_within_limits(kind: GrammarKind) {
     let engine = demo(256);
     // The first constraint also builds the engine's grammar compiler, which must not count as compile time.
     refusal(&engine, GrammarKind::Regex("(".to_string()));
-    for (name, kind) in abusive() {
-        let started = Instant::now();
-        let constraint = Some(Constraint::new(kind));
-        let options = GenerateOptions { constraint, max_tokens: Some(40), ..sampled(1) };
-        if let Ok(stream) = engine.submit(question().options(options)) {
-            let compiled = started.elapsed();
-            assert!(compiled < LIMIT, "{name}: {compiled:?}");
-            let events: Result<Vec<Event>, _> = stream.into_iter().collect();
-            if let Err(problem) = events {
-                assert!(problem.to_string().contains("cannot"), "{name}: {problem}");
-            }
+    let started = Instant::now();
+    let options = GenerateOptions { constraint: Some(Constraint::new(kind)), max_tokens: Some(40), ..sampled(1) };
+    if let Ok(stream) = engine.submit(question().options(options)) {
+        let compiled = started.elapsed();
+        assert!(compiled < LIMIT, "the grammar was compiled in {compiled:?}");
+        let events: Result<Vec<Event>, _> = stream.into_iter().collect();
+        if let Err(problem) = events {
+            assert!(problem.to_string().contains("cannot"), "{problem}");
         }
-        assert!(started.elapsed() < 2 * LIMIT, "{name}: {:?}", started.elapsed());
     }
-    assert!(!crate::support::engine::Answer::read(engine.submit(question()).unwrap()).tokens.is_empty());
+    assert!(started.elapsed() < 2 * LIMIT, "the request took {:?}", started.elapsed());
+    assert!(!Answer::read(engine.submit(question()).unwrap()).tokens.is_empty());
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
