@@ -14,7 +14,8 @@ use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::{MatrixRows, QuantizationTarget, weight_format};
 use inferno::weights::{RowBuffer, StoredBytes, StoredRows};
 
-use crate::support::{Random, relative_error, values};
+use crate::harness::TestCase;
+use crate::support::{Random, cases, relative_error, values};
 
 mod on_gpu;
 mod perplexity;
@@ -117,21 +118,22 @@ fn matrices_of_each_format(rows: usize, columns: usize, device: &Device) -> [Qua
     WeightFormat::ALL.map(|format| random_matrix(format, rows, columns, device))
 }
 
-#[test]
-fn values_equal_those_of_the_blocks_bit_by_bit() {
-    for of in BLOCKS {
-        let (matrix, want) = from_blocks(of, 3, 512, &Device::Cpu);
-        let got = values(&matrix.dequantize(DType::F32).unwrap());
-        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&got), bits(&want), "{of}");
-        // A K-quant block takes up to 6 bytes more in memory than in the file: 4 for unpacked scales and 2 for padding.
-        let file = 3 * 512 / of.block_length() * of.block_bytes();
-        assert!(
-            matrix.bytes() as usize <= file + 3 * 2 * 6,
-            "{of}: {} bytes in memory, {file} bytes in the file",
-            matrix.bytes()
-        );
-    }
+fn block_types() -> Vec<TestCase<GgmlType>> {
+    cases(BLOCKS)
+}
+
+#[test(each = block_types)]
+fn values_equal_those_of_the_blocks_bit_by_bit(ggml_type: GgmlType) {
+    let (rows, columns) = (3, 512);
+    let (matrix, want) = from_blocks(ggml_type, rows, columns, &Device::Cpu);
+    let got = values(&matrix.dequantize(DType::F32).unwrap());
+    let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&got), bits(&want));
+    // A K-quant block has 256 values. It takes up to 6 bytes more in memory than in the file: 4 for unpacked scales and
+    // 2 for padding.
+    let file_bytes = rows * columns / ggml_type.block_length() * ggml_type.block_bytes();
+    let limit = file_bytes + rows * columns / 256 * 6;
+    assert!(matrix.bytes() as usize <= limit, "{} bytes in memory, {file_bytes} bytes in the file", matrix.bytes());
 }
 
 #[test]
@@ -164,64 +166,83 @@ fn matrices_are_stacked_in_order() {
     assert_eq!(all(&whole), all(&stacked));
 }
 
-#[test]
-fn quantization_error_is_bounded() {
+/// The formats that `--quantize` supports.
+const TARGETS: [&str; 12] =
+    ["q8_0", "int8", "q6_k", "fp8", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"];
+
+/// Returns a case for each format that `--quantize` supports.
+fn targets() -> Vec<TestCase<&'static str>> {
+    cases(TARGETS)
+}
+
+/// Returns the largest allowed quantization error, relative to the largest magnitude in a row.
+fn error_limit(target: &str) -> f32 {
+    // Allows for the rounding of the scales.
+    const ROUNDED_SCALES: f32 = 1.1;
+    match target {
+        // Half a quantization step.
+        "q8_0" | "int8" => ROUNDED_SCALES / 127.0 / 2.0,
+        "fp8" => ROUNDED_SCALES / 28.0,
+        "q5_1" => ROUNDED_SCALES / 31.0,
+        "q4_1" => ROUNDED_SCALES / 15.0,
+        // These formats have one more negative code than positive codes, so they cannot represent both the minimum and
+        // the maximum. The limit is the step with which the highest code represents the largest magnitude.
+        "q6_k" => ROUNDED_SCALES / 31.0,
+        "q5_0" => ROUNDED_SCALES / 15.0,
+        "q4_0" => ROUNDED_SCALES / 7.0,
+        "q3_k" => ROUNDED_SCALES / 3.0,
+        // These formats fit a group by least squares, which is less exact for the extremes. For the numbers of
+        // `floats_with_known_errors`, the relative errors of ggml are 0.0481 and 0.0745.
+        "q5_k" => 0.0482,
+        "q4_k" => 0.0746,
+        // This format also fits by least squares. The limit is three quarters of a step.
+        "q2_k" => ROUNDED_SCALES / 2.0,
+        _ => panic!("no limit for {target}"),
+    }
+}
+
+#[test(each = targets)]
+fn quantization_error_is_bounded(target: &'static str) {
     let (rows, columns) = (4, 512);
     let original = floats_with_known_errors(rows * columns);
-    // Each error limit is relative to the largest magnitude in a row, which is about 2.
-    // For q8_0, int8, fp8, q5_1 and q4_1, the limit is half a quantization step.
-    // q6_k, q5_0, q4_0 and q3_k have one more negative code than positive codes, so they cannot represent both the
-    // minimum and the maximum. Their limit is the step with which the highest code (31, 15, 7 or 3) represents the
-    // largest magnitude.
-    for (name, limit) in [
-        ("q8_0", 1.0 / 127.0 / 2.0),
-        ("int8", 1.0 / 127.0 / 2.0),
-        ("fp8", 1.0 / 28.0),
-        ("q6_k", 1.0 / 31.0),
-        ("q5_0", 1.0 / 15.0),
-        ("q5_1", 1.0 / 31.0),
-        // q5_k, q4_k and q2_k fit a group by least squares, which is less exact for the extremes.
-        // For these values, the relative errors of ggml are 0.0481 with q5_k and 0.0745 with q4_k.
-        // Dividing these two limits by 1.1 cancels the factor in the assertion.
-        // The limit of q2_k is three quarters of a step.
-        ("q5_k", 0.0482 / 1.1),
-        ("q4_0", 1.0 / 7.0),
-        ("q4_1", 1.0 / 15.0),
-        ("q4_k", 0.0746 / 1.1),
-        ("q3_k", 1.0 / 3.0),
-        ("q2_k", 1.0 / 2.0),
-    ] {
-        let quantize: QuantizationTarget = name.parse().unwrap();
-        assert_eq!(quantize.to_string(), name);
-        let matrix = quantized_floats(quantize, &original, columns, &Device::Cpu);
-        let got = values(&matrix.dequantize(DType::F32).unwrap());
-        let worst = got.iter().zip(&original).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // The factor 1.1 allows for the rounding of the scales.
-        assert!(worst / 2.0 <= limit * 1.1, "{quantize}: relative error {}, limit {limit}", worst / 2.0);
-        assert!(worst > 0.0, "{quantize} changes nothing");
-    }
-    // If the row length is not a multiple of the block length, the matrix uses another format or stays unquantized.
-    // int8 has no blocks, so it supports every row length.
+    let matrix = quantized_floats(target.parse().unwrap(), &original, columns, &Device::Cpu);
+    let got = values(&matrix.dequantize(DType::F32).unwrap());
+    let worst = got.iter().zip(&original).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    // The largest magnitude in a row is about 2.
+    let (error, limit) = (worst / 2.0, error_limit(target));
+    assert!(error <= limit, "relative error {error}, limit {limit}");
+    assert!(error > 0.0, "the quantization changes nothing");
+}
+
+/// If the row length is not a multiple of the block length, the matrix uses another format or stays unquantized.
+/// int8 has no blocks, so it supports every row length.
+#[test]
+fn quantization_format_depends_on_the_row_length() {
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().weight_format(columns);
     assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
     assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
     assert_eq!(format("q6_k", 320), Some(WeightFormat::Q8_0));
     assert_eq!(format("q8_0", 100), None);
     assert_eq!(format("int8", 100), Some(WeightFormat::Int8));
+}
+
+#[test]
+fn names_of_quantization_formats_are_parsed_and_displayed() {
+    for name in TARGETS {
+        assert_eq!(name.parse::<QuantizationTarget>().unwrap().to_string(), name);
+    }
     assert!("q9".parse::<QuantizationTarget>().unwrap_err().contains("q8_0, q6_k"));
 }
 
 /// Tests rows of equal values, including values that are too small for an f16 scale.
-#[test]
-fn constant_and_tiny_rows_are_quantized_to_finite_values() {
-    for format in ["q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "q5_1", "q5_0", "q4_1", "q4_0", "fp8", "int8"] {
-        for value in [0.0, -0.0, 1e-40, -3e-20, 1.0, -1.0] {
-            let matrix = quantized_floats(format.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
-            let got = values(&matrix.dequantize(DType::F32).unwrap());
-            let worst = got.iter().map(|got| (got - value).abs()).fold(0.0, |a: f32, b| if b > a { b } else { a });
-            assert!(got.iter().all(|got| got.is_finite()), "{format} quantizes {value:e} to {got:?}");
-            assert!(worst <= value.abs() / 15.0 + 1e-15, "{format} quantizes {value:e} to {}", got[0]);
-        }
+#[test(each = targets)]
+fn constant_and_tiny_rows_are_quantized_to_finite_values(target: &'static str) {
+    for value in [0.0, -0.0, 1e-40, -3e-20, 1.0, -1.0] {
+        let matrix = quantized_floats(target.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
+        let got = values(&matrix.dequantize(DType::F32).unwrap());
+        assert!(got.iter().all(|got| got.is_finite()), "{value:e} becomes {got:?}");
+        let worst = got.iter().map(|got| (got - value).abs()).fold(0.0, f32::max);
+        assert!(worst <= value.abs() / 15.0 + 1e-15, "{value:e} becomes {}", got[0]);
     }
 }
 

@@ -1,9 +1,10 @@
 //! Measures how quantization changes the perplexity and the output distribution of models.
 //! docs/benchmarks.md quotes the numbers that the tests print.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, safetensors};
+use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::device::DeviceChoice;
 use inferno::kernels::matrix::Matrix;
 use inferno::models;
@@ -12,7 +13,8 @@ use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights, WeightsBuilder};
 use inferno::{Engine, LoadOptions};
 
-use crate::support::{demo_dir, golden, logits_of, relative_error, values};
+use super::targets;
+use crate::support::{demo_dir, golden, logits_of, relative_error, token_ids, values};
 
 /// A model and a text to evaluate it on.
 struct Subject {
@@ -103,42 +105,66 @@ fn quantized_demo_model_stays_close_to_the_original() {
     }
 }
 
-/// Compares the quantized weights of a trained model with weights that ggml quantized (for int8 and fp8, torch).
-/// Also compares the logits of the unquantized model, the losses and the KL divergences with transformers.
-/// The rows of the weights have 256 values, the block length of K-quants. `tests/golden/make_trained.py` writes the
-/// model.
-#[test]
-fn quantized_model_agrees_with_ggml_and_transformers() {
-    let dir = golden("trained");
-    let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
-    let trained = Subject::new(dir.clone(), &text, usize::MAX);
-    let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
-    let integers = |name: &str| golden[name].to_vec1::<i64>().unwrap();
-    let floats = |name: &str| values(&golden[name]);
-    assert_eq!(trained.ids, integers("ids").into_iter().map(|id| id as u32).collect::<Vec<_>>());
+/// A model that `tests/golden/make_trained.py` trained on a text, with results of transformers on the text.
+/// The rows of its weights have 256 values, the block length of K-quants.
+struct Trained {
+    subject: Subject,
+    golden: HashMap<String, Tensor>,
+    /// The results of the unquantized model.
+    plain: Run,
+}
 
-    let plain = trained.run(None);
-    let rows = integers("positions").into_iter().map(|at| &plain.logits[at as usize * plain.vocab_size..]);
-    let logits: Vec<f32> = rows.flat_map(|row| &row[..plain.vocab_size]).copied().collect();
-    let error = relative_error(&logits, &floats("logits"));
-    assert!(error < 1e-5, "relative error of the logits: {error:e}");
-    println!("trained, unquantized: {:.2} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, trained.perplexity(&plain));
-    assert_near("unquantized", &trained.nll(&plain), &floats("nll"));
-
-    for name in ["q8_0", "int8", "q6_k", "fp8", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"] {
-        let quantize: QuantizationTarget = name.parse().unwrap();
-        assert_eq!(
-            digest(&trained, quantize),
-            integers(&format!("{name}.values"))[0],
-            "{name}: the quantized values differ from the reference"
-        );
-        let run = trained.run(Some(quantize));
-        let kl = plain.kl(&run);
-        let megabytes = run.bytes as f64 / 1e6;
-        println!("trained, {name}: {megabytes:.2} MB, perplexity {:.3}, KL {:.4}", trained.perplexity(&run), mean(&kl));
-        assert_near(name, &trained.nll(&run), &floats(&format!("{name}.nll")));
-        assert_near(name, &kl, &floats(&format!("{name}.kl")));
+impl Trained {
+    fn load() -> Self {
+        let dir = golden("trained");
+        let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
+        let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
+        let subject = Subject::new(dir, &text, usize::MAX);
+        let plain = subject.run(None);
+        Self { subject, golden, plain }
     }
+
+    fn floats(&self, name: &str) -> Vec<f32> {
+        values(&self.golden[name])
+    }
+
+    fn integers(&self, name: &str) -> Vec<i64> {
+        self.golden[name].to_vec1().unwrap()
+    }
+}
+
+/// Compares the token ids, the logits and the losses of the unquantized model.
+#[test]
+fn trained_model_agrees_with_transformers() {
+    let trained = Trained::load();
+    let Trained { subject, golden, plain } = &trained;
+    assert_eq!(subject.ids, token_ids(&golden["ids"]));
+    let rows = trained.integers("positions").into_iter().map(|at| &plain.logits[at as usize * plain.vocab_size..]);
+    let logits: Vec<f32> = rows.flat_map(|row| &row[..plain.vocab_size]).copied().collect();
+    let error = relative_error(&logits, &trained.floats("logits"));
+    assert!(error < 1e-5, "relative error of the logits: {error:e}");
+    println!("trained, unquantized: {:.2} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, subject.perplexity(plain));
+    assert_near("unquantized", &subject.nll(plain), &trained.floats("nll"));
+}
+
+/// Compares the quantized weights with weights that ggml quantized (for int8 and fp8, torch), and the losses and
+/// KL divergences with those that transformers computes with these weights.
+#[test(each = targets)]
+fn quantized_model_agrees_with_ggml_and_transformers(target: &'static str) {
+    let trained = Trained::load();
+    let Trained { subject, plain, .. } = &trained;
+    let quantize: QuantizationTarget = target.parse().unwrap();
+    assert_eq!(
+        digest(subject, quantize),
+        trained.integers(&format!("{target}.values"))[0],
+        "the quantized values differ from the reference"
+    );
+    let run = subject.run(Some(quantize));
+    let kl = plain.kl(&run);
+    let megabytes = run.bytes as f64 / 1e6;
+    println!("trained, {target}: {megabytes:.2} MB, perplexity {:.3}, KL {:.4}", subject.perplexity(&run), mean(&kl));
+    assert_near(target, &subject.nll(&run), &trained.floats(&format!("{target}.nll")));
+    assert_near(target, &kl, &trained.floats(&format!("{target}.kl")));
 }
 
 /// Asserts that the losses or KL divergences of all tokens agree with transformers, up to rounding.
