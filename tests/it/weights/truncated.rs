@@ -12,9 +12,10 @@ use inferno::models;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use tempfile::TempDir;
 
+use crate::harness::TestCase;
 use crate::support::gguf::models::{demo_as_gguf, saved};
 use crate::support::program::{copy_of_demo, inferno};
-use crate::support::{Random, TestDevice, devices, golden};
+use crate::support::{Random, TestDevice, golden, on_devices};
 
 /// The number of times that `disturb_loads` loads a model.
 const LOADS: usize = 12;
@@ -51,24 +52,28 @@ fn load_after_truncation(name: &str, quantize: Option<&str>, (device, dtype): (&
     decoder.err().map_or("no error".into(), |error| format!("{error:#}"))
 }
 
-#[test(each = devices)]
-fn truncation_between_header_and_tensors_is_an_error(device: TestDevice) {
-    let (device, dtype) = device.open();
+/// Returns models in several formats on several devices.
+fn models_on_devices() -> Vec<TestCase<(&'static str, TestDevice)>> {
     let models = [
-        ("llama3", "model.safetensors"),
-        ("mixtral", "model.safetensors"),
-        ("compressed/int8_packed", "model.safetensors"),
-        ("compressed/fp8", "model.safetensors"),
-        ("gguf_quantized/llama.gguf", "model.gguf"),
-        ("gguf_quantized/gpt_oss.gguf", "model.gguf"),
-        ("gguf_quantized/gpt2.gguf", "model.gguf"),
+        "llama3",
+        "mixtral",
+        "compressed/int8_packed",
+        "compressed/fp8",
+        "gguf_quantized/llama.gguf",
+        "gguf_quantized/gpt_oss.gguf",
+        "gguf_quantized/gpt2.gguf",
     ];
-    for (name, file) in models {
-        for quantize in [None, Some("q8_0"), Some("int8")] {
-            let error = load_after_truncation(name, quantize, (&device, dtype));
-            let is_clear = error.contains(file) && error.contains("shorter than its header says");
-            assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: expected an error about {file}, found {error}");
-        }
+    on_devices(models.map(|name| (name, name)))
+}
+
+#[test(each = models_on_devices)]
+fn truncation_between_header_and_tensors_is_an_error((name, device): (&'static str, TestDevice)) {
+    let (device, dtype) = device.open();
+    let file = if name.ends_with(".gguf") { "model.gguf" } else { "model.safetensors" };
+    for quantize in [None, Some("q8_0"), Some("int8")] {
+        let error = load_after_truncation(name, quantize, (&device, dtype));
+        let is_clear = error.contains(file) && error.contains("shorter than its header says");
+        assert!(is_clear, "{quantize:?}: expected an error about {file}, found {error}");
     }
 }
 
