@@ -14,11 +14,12 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::harness::TestCase;
 use crate::support::bounded::{Bounded, bounded};
 use crate::support::fake_hub::{FakeHub, REPO};
 use crate::support::gguf::writer::{ARRAY, BOOL, F32, Writer};
-use crate::support::golden;
 use crate::support::program::inferno;
+use crate::support::{golden, named_cases};
 
 const CPU: [&str; 2] = ["--device", "cpu"];
 
@@ -230,9 +231,9 @@ fn gguf_arrays_stay_compact() {
     Model::gguf(&pattern("general.sampling.top_k", 20_000_000)).show().assert_succeeds();
 }
 
-#[test]
-fn large_files_are_refused() {
-    for (name, bytes, limit) in [
+/// Returns the name of a file, a size in bytes that is too large for the file, and the limit in the error message.
+fn large_files() -> Vec<TestCase<(&'static str, u64, &'static str)>> {
+    let files = [
         ("config.json", 100_000_000, "1 MB"),
         ("generation_config.json", 1_000_001, "1 MB"),
         ("chat_template.jinja", 1_000_001, "1 MB"),
@@ -240,15 +241,19 @@ fn large_files_are_refused() {
         ("special_tokens_map.json", 17_000_000, "16 MB"),
         ("tokenizer.json", 1 << 40, "128 MB"),
         ("model.safetensors.index.json", 1 << 40, "32 MB"),
-    ] {
-        let model = Model::chat();
-        model.play().assert_succeeds();
-        // The file is sparse, so it takes almost no disk space.
-        File::create(model.dir.join(name)).unwrap().set_len(bytes).unwrap();
-        model.play().assert_fails(1, &["cannot read ", name, &format!("the file is larger than {limit}")]);
-        model.show();
-        model.list();
-    }
+    ];
+    named_cases(files.map(|file| (file.0, file)))
+}
+
+#[test(each = large_files)]
+fn large_files_are_refused((name, bytes, limit): (&'static str, u64, &'static str)) {
+    let model = Model::chat();
+    model.play().assert_succeeds();
+    // The file is sparse, so it takes almost no disk space.
+    File::create(model.dir.join(name)).unwrap().set_len(bytes).unwrap();
+    model.play().assert_fails(1, &["cannot read ", name, &format!("the file is larger than {limit}")]);
+    model.show();
+    model.list();
 }
 
 /// Invalid sampling defaults must be ignored, because they would make requests without sampling parameters fail.
