@@ -78,6 +78,7 @@ fn play_json_has_text_tokens_usage_and_stats() {
         assert!(json["stats"][figure].as_f64().unwrap() > 0.0, "{figure}");
     }
     assert_eq!(json["model"], demo_dir().to_str().unwrap());
+    assert!(json.as_object().unwrap().contains_key("revision"), "{json}");
 }
 
 #[test]
@@ -394,9 +395,15 @@ fn prompt_longer_than_the_context_is_an_error() {
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long]);
     assert_fails(&output, 10, &["context holds only 128", "--context"]);
+}
+
+#[test]
+fn invalid_flags_and_a_missing_prompt_are_usage_errors() {
     assert_fails(&ask(&demo_dir(), &["--context", "99999999"]), 2, &["--context", "99999999"]);
     assert_fails(&ask(&demo_dir(), &["--temperature=-1"]), 2, &["temperature"]);
+    assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
     assert_fails(&ask(&demo_dir(), &["--top-p", "nan"]), 2, &["top-p"]);
+    assert_fails(&ask(&demo_dir(), &["--max-tokens", "0"]), 2, &["--max-tokens"]);
     assert_fails(&run(&["play", "demo", "--device", "cpu"]), 2, &["no prompt"]);
 }
 
@@ -449,23 +456,21 @@ fn base_model_is_rejected_before_its_weights_are_read() {
 }
 
 #[test]
-fn invalid_flags_and_limits_are_explained() {
-    assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
-    let output = ask(&demo_dir(), &["--max-tokens", "0"]);
-    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    // If reasoning uses up the token limit or the context, the message names the flag that needs a larger value.
+fn reasoning_that_leaves_no_answer_names_the_flag_to_raise() {
     let output = ask(&demo_dir(), &["--max-tokens", "8"]);
     assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
-    let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);
-    let json: Value = serde_json::from_slice(&tokens.stdout).unwrap();
-    assert!(json.as_object().unwrap().contains_key("revision"), "{json}");
-    let context = (json["usage"]["prompt_tokens"].as_u64().unwrap() + 8).to_string();
-    let small = ["--device", "cpu", "--prompt", "How?", "--context", &context];
-    let output = run(&[&["play", demo_dir().to_str().unwrap()][..], &small].concat());
+    let json: Value = serde_json::from_slice(&ask(&demo_dir(), &["--json"]).stdout).unwrap();
+    // The context has room for the prompt and only 8 tokens of reasoning.
+    let context = json["usage"]["prompt_tokens"].as_u64().unwrap() + 8;
+    let output = ask(&demo_dir(), &["--context", &context.to_string()]);
     assert!(text(&output.stderr).contains("raise --context"), "{}", text(&output.stderr));
-    // `--help` lists the flags of the subcommand before the global flags.
+}
+
+#[test]
+fn help_lists_the_flags_of_the_command_before_the_global_flags() {
     let help = text(&run(&["play", "--help"]).stdout);
-    assert!(help.find("--verbose") > help.find("--seed"), "{help}");
+    let position = |flag: &str| help.find(flag).unwrap_or_else(|| panic!("no {flag} in {help}"));
+    assert!(position("--seed") < position("--verbose"), "{help}");
 }
 
 #[test]
