@@ -175,6 +175,28 @@ fn the_tokens_of_steps_add_up() {
 }
 
 #[test]
+fn counters_of_a_new_server_are_zero() {
+    let server = Server::start(&[]);
+    let text = server.get("/metrics").text();
+    for series in [
+        "inferno_request_success_total{finished_reason=\"stop\"",
+        "inferno_request_success_total{finished_reason=\"length\"",
+        "inferno_request_success_total{finished_reason=\"tool_calls\"",
+        "inferno_admission_rejections_total{reason=\"queue\"",
+        "inferno_http_responses_total{code=\"429\"",
+        "inferno_http_responses_total{code=\"500\"",
+        "inferno_joined_retries_total{",
+        "inferno_canceled_sequences_total{",
+        "inferno_chat_format_violations_total{kind=\"invalid_header\"",
+        "inferno_prompt_tokens_by_source_total{source=\"local_cache_hit\"",
+    ] {
+        let (name, label) = series.split_once('{').unwrap();
+        let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")) && line.contains(label));
+        assert!(line.is_some_and(|line| line.ends_with(" 0")), "{series}: {text}");
+    }
+}
+
+#[test]
 fn metrics_count_requests_and_tokens() {
     let server = Server::start(&["--metrics-compat", "vllm"]);
     let usage = server.chat(json!({ "n": 2 })).ok()["usage"].clone();
