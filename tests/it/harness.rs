@@ -43,7 +43,12 @@
 //! A test states what it needs: `#[test(gpu)]`, `#[test(fixtures)]` and so on, or the field `need` of a [`TestCase`].
 //! libtest can ignore a test only at compile time. This harness checks a [`Need`] only when it runs the test.
 //! If the machine or the build does not meet the need, the test is skipped: it is reported as `ignored`.
-//! The last lines of the output say for each unmet need how many tests were skipped, and which command runs them.
+//! The last lines of the output say for each unmet need how many tests were skipped, and which command runs them:
+//!
+//! ```text
+//! test weights::read_ahead::tensors_on_a_gpu_equal_those_of_the_file ... ignored (needs an NVIDIA GPU)
+//! skipped: 12 tests need an NVIDIA GPU; run: INFERNO_REQUIRE_GPU=1 cargo test --features cuda
+//! ```
 //!
 //! - With `INFERNO_REQUIRE_GPU=1`, tests that need a GPU are not skipped. Without a GPU, they fail.
 //! - `--include-ignored` runs all tests, and `--ignored` runs only those with a need, whether or not it is met.
