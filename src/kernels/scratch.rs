@@ -44,7 +44,7 @@ pub struct Arena {
 }
 
 /// How the layers of a pass allocate.
-enum Mode {
+enum AllocationMode {
     /// Allocates from candle's pool, and counts the elements that an arena would need per dtype, including padding:
     /// `layer` is the count of the current layer, and `largest` is the maximum over all finished layers.
     Measure { layer: Counts, largest: Counts },
@@ -53,15 +53,15 @@ enum Mode {
 }
 
 /// A forward pass that is measured or uses an arena.
-struct Pass {
-    mode: Mode,
+struct RunningPass {
+    mode: AllocationMode,
     /// Whether the last layer has ended. If so, [`empty`] allocates from candle's pool, and measures nothing.
     has_ended: bool,
 }
 
 thread_local! {
     /// The pass that this thread runs. `None` if no pass is running, or if the pass always allocates from candle's pool.
-    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
+    static PASS: RefCell<Option<RunningPass>> = const { RefCell::new(None) };
 }
 
 /// Returns the count of a dtype in `counts`. If `counts` lacks the dtype, first adds the dtype with count 0.
@@ -108,8 +108,8 @@ pub fn end_layers() {
     });
 }
 
-impl Pass {
-    fn new(mode: Mode) -> Self {
+impl RunningPass {
+    fn new(mode: AllocationMode) -> Self {
         Self { mode, has_ended: false }
     }
 
@@ -120,11 +120,11 @@ impl Pass {
         }
         let elements = shape.elem_count();
         match &mut self.mode {
-            Mode::Measure { layer, .. } => {
+            AllocationMode::Measure { layer, .. } => {
                 *count(layer, dtype) += elements.next_multiple_of(ALIGNMENT);
                 None
             }
-            Mode::Take { arena, half, used } => {
+            AllocationMode::Take { arena, half, used } => {
                 let (_, halves) = arena.halves.iter().find(|(known, _)| *known == dtype)?;
                 let start = count(used, dtype);
                 let end = *start + elements;
@@ -140,13 +140,13 @@ impl Pass {
 
     fn begin_layer(&mut self) {
         match &mut self.mode {
-            Mode::Measure { layer, largest } => {
+            AllocationMode::Measure { layer, largest } => {
                 for (dtype, elements) in layer.drain(..) {
                     let max_elements = count(largest, dtype);
                     *max_elements = elements.max(*max_elements);
                 }
             }
-            Mode::Take { half, used, .. } => {
+            AllocationMode::Take { half, used, .. } => {
                 *half = 1 - *half;
                 used.clear();
             }
@@ -169,8 +169,8 @@ impl Drop for PassGuard {
 }
 
 /// Runs a forward pass in `mode`. Returns the result of the pass and the final state of the mode.
-fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
-    PASS.set(Some(Pass::new(mode)));
+fn run<R>(mode: AllocationMode, pass: impl FnOnce() -> R) -> (R, Option<AllocationMode>) {
+    PASS.set(Some(RunningPass::new(mode)));
     let _guard = PassGuard;
     let result = pass();
     begin_layer();
@@ -183,9 +183,9 @@ pub struct LayerSizes(Counts);
 impl LayerSizes {
     /// Runs a forward pass and measures how much memory its layers allocate.
     pub fn measure<R>(pass: impl FnOnce() -> R) -> (R, Self) {
-        let mode = Mode::Measure { layer: Counts::new(), largest: Counts::new() };
+        let mode = AllocationMode::Measure { layer: Counts::new(), largest: Counts::new() };
         match run(mode, pass) {
-            (result, Some(Mode::Measure { largest, .. })) => (result, Self(largest)),
+            (result, Some(AllocationMode::Measure { largest, .. })) => (result, Self(largest)),
             (result, _) => (result, Self(Counts::new())),
         }
     }
@@ -214,7 +214,7 @@ impl Arena {
     /// Runs a forward pass that allocates its intermediate results in the arena.
     /// Results that do not fit in their layer's half of the arena are allocated outside it.
     pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {
-        run(Mode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
+        run(AllocationMode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
     }
 }
 

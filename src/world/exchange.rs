@@ -39,8 +39,8 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
 
     /// Computes a [`ResidualUpdate`], for [`World::update_residual`](super::World::update_residual).
     /// Returns `None` if the update is not supported.
-    /// If `rounds` is true, rounds the partial results to bf16, and may round the normalized x' to bf16.
-    fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
+    /// If `rounds_to_bf16` is true, rounds the partial results to bf16, and may round the normalized x' to bf16.
+    fn update_residual(&self, update: &ResidualUpdate, rounds_to_bf16: bool) -> Result<Option<UpdatedResidual>>;
 
     /// Collects each row of x from the rank that computed it, for
     /// [`World::all_gather_rows`](super::World::all_gather_rows).

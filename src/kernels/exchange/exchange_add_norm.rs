@@ -119,11 +119,17 @@ impl GpuExchange {
         range.start + own.start..range.start + own.end
     }
 
-    /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds partial results to bf16, and may round the normalized
+    /// Computes a [`ResidualUpdate`]. If `rounds_to_bf16` is true, rounds partial results to bf16, and may round the
+    /// normalized
     /// rows.
-    /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds` is false.
+    /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds_to_bf16` is
+    /// false.
     /// Fails if the shapes do not match.
-    pub(super) fn queue_update(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
+    pub(super) fn queue_update(
+        &self,
+        update: &ResidualUpdate,
+        rounds_to_bf16: bool,
+    ) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, is_divided, partial, bias, weight, eps: _, dtype } = *update;
         let (rows, columns) = x.dims2()?;
         let partial_fits = match partial {
@@ -142,7 +148,7 @@ impl GpuExchange {
         }
         let in_f32;
         let partial = match partial {
-            PartialResult::Rows(rows) if !rounds => {
+            PartialResult::Rows(rows) if !rounds_to_bf16 => {
                 in_f32 = rows.to_dtype(DType::F32)?;
                 PartialResult::Rows(&in_f32)
             }
@@ -166,14 +172,14 @@ impl GpuExchange {
         for tensor in [Some(x), bias, Some(weight)].into_iter().flatten() {
             is_supported &= tensor.dtype() == DType::F32 && address(tensor)?.is_multiple_of(16);
         }
-        let words = rows * columns / if rounds { 2 } else { 1 };
+        let words = rows * columns / if rounds_to_bf16 { 2 } else { 1 };
         // With two ranks, a rank sends the same number of bytes whether it computes all rows or only its own.
-        let computes_all = !rounds || self.mailboxes.len() == 2 && rows <= REPLICATED_ROWS;
+        let computes_all = !rounds_to_bf16 || self.mailboxes.len() == 2 && rows <= REPLICATED_ROWS;
         Ok(if !is_supported {
             None
         } else if computes_all && !is_divided && words <= self.region() {
-            Some(self.update_all_rows(&ResidualUpdate { partial, ..*update }, rounds)?)
-        } else if rounds {
+            Some(self.update_all_rows(&ResidualUpdate { partial, ..*update }, rounds_to_bf16)?)
+        } else if rounds_to_bf16 {
             self.update_own_rows(update)?
         } else {
             None
@@ -181,12 +187,12 @@ impl GpuExchange {
     }
 
     /// Computes a supported [`ResidualUpdate`] whose x is valid in all rows. Every rank computes all rows.
-    fn update_all_rows(&self, update: &ResidualUpdate, rounds: bool) -> Result<UpdatedResidual> {
+    fn update_all_rows(&self, update: &ResidualUpdate, rounds_to_bf16: bool) -> Result<UpdatedResidual> {
         let (rows, columns) = update.x.dims2()?;
         // SAFETY: the kernel writes every element of `sum` and `normed`.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, update.x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
-        let kernel = if rounds { UpdateKernel::AllRowsRounded } else { UpdateKernel::AllRowsExact };
+        let kernel = if rounds_to_bf16 { UpdateKernel::AllRowsRounded } else { UpdateKernel::AllRowsExact };
         let launch = self.update_launch(kernel, update, &sum, &normed, 0..rows)?;
         // SAFETY: `queue_update` has checked all shapes and dtypes. The mailboxes live as long as `self`.
         // Overlap: all threads call `pdl_wait` (in `begin`) before they access device memory.

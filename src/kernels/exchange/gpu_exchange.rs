@@ -288,8 +288,8 @@ impl Exchange for GpuExchange {
         self.queue_rounded_sum(x)
     }
 
-    fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
-        self.queue_update(update, rounds)
+    fn update_residual(&self, update: &ResidualUpdate, rounds_to_bf16: bool) -> Result<Option<UpdatedResidual>> {
+        self.queue_update(update, rounds_to_bf16)
     }
 
     fn all_gather_rows(&self, x: &Tensor) -> Result<Tensor> {

@@ -3,6 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::expert_kernel::{ExpertFormat, ExpertKernel, ExpertProduct};
 use super::expert_operands::{ExpertInputs, ExpertWeights};
 use super::grouped_gemm::grouped_gemm;
 use super::mxfp4::mxfp4_dims;
@@ -11,12 +12,6 @@ use crate::kernels::constants::{EXPERT_GEMM_PAIRS, EXPERT_GEMM_ROWS, EXPERT_GEMM
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, fake_quantize, quantized_ops};
 use crate::kernels::{SumOrder, scratch};
-
-/// The minimum number of (token, expert) pairs for which a GEMM kernel can replace the GEMV kernel.
-///
-/// A GEMM kernel reads an expert's weights once per tile of pairs. The GEMV kernel reads them once per pair.
-/// Not tuned.
-const GEMM_FROM_PAIRS: usize = 64;
 
 /// Computes [`expert_matmul`](super::experts::expert_matmul), which has checked all shapes and dtypes.
 pub(super) fn expert_matmul(
@@ -27,36 +22,40 @@ pub(super) fn expert_matmul(
 ) -> Result<Tensor> {
     let ExpertInputs { x, bias, ids, .. } = inputs;
     let dims = weights.dims()?;
-    // The GEMM kernels do not support f32.
-    // With `SumOrder::Fixed`, a token's results must not depend on the number of tokens in the batch, so the GEMV
-    // kernel is used for batches of any size.
-    let needs_gemv = ids.elem_count() < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
-    match weights {
+    let (experts, rows, columns) = dims;
+    let format = match weights {
+        ExpertWeights::Mxfp4 { .. } => ExpertFormat::Mxfp4,
+        ExpertWeights::Dense(_) => ExpertFormat::Dense,
         ExpertWeights::Quantized(..) if bias.is_some() => {
             bail!("cannot multiply expert weights: quantized weights do not support a bias on a GPU")
         }
-        // Dequantizing writes the weights of all experts to memory, and the product reads them again.
-        // With fewer than 4 pairs per expert on average, reading the quantized weights once per pair moves fewer
-        // bytes.
-        ExpertWeights::Quantized(matrix, experts) if needs_gemv || ids.elem_count() < 4 * experts => {
-            quantized_ops::expert_matvec(device, matrix, dims.1, x, ids, inputs.pairs_per_x)
-        }
-        ExpertWeights::Quantized(matrix, experts) => dequantized_gemm(device, matrix, *experts, inputs),
-        ExpertWeights::Mxfp4 { blocks, scales } if needs_gemv => {
+        ExpertWeights::Quantized(..) => ExpertFormat::Quantized,
+        ExpertWeights::Mxfp4Tiles(_) => return unsupported_tiles(),
+    };
+    let pairs = ids.elem_count();
+    let is_f32 = x.dtype() == DType::F32;
+    match (weights, ExpertKernel::choose(ExpertProduct { format, pairs, experts, columns, is_f32, sum_order })) {
+        (ExpertWeights::Mxfp4 { blocks, scales }, ExpertKernel::Gemv) => {
             let weights = Arguments::new().tensor(blocks)?.tensor(scales)?;
             gemv(device, "mxfp4", weights, dims, inputs)
         }
-        ExpertWeights::Mxfp4 { blocks, scales } => mxfp4_gemm(device, blocks, scales, inputs),
-        ExpertWeights::Dense(dense) if needs_gemv || !dims.2.is_multiple_of(8) => {
+        (ExpertWeights::Mxfp4 { blocks, scales }, ExpertKernel::Gemm) => mxfp4_gemm(device, blocks, scales, inputs),
+        (ExpertWeights::Dense(dense), ExpertKernel::Gemv) => {
             let weights = Arguments::new().tensor(dense)?.optional(None)?;
             gemv(device, "dense", weights, dims, inputs)
         }
         // SAFETY: `experts::expert_matmul` checked shapes and dtypes.
-        ExpertWeights::Dense(dense) => unsafe { grouped_gemm(device, dense, inputs) },
-        ExpertWeights::Mxfp4Tiles(_) => {
-            bail!("cannot multiply expert weights: expert_matmul does not support MXFP4 tiles")
+        (ExpertWeights::Dense(dense), ExpertKernel::Gemm) => unsafe { grouped_gemm(device, dense, inputs) },
+        (ExpertWeights::Quantized(matrix, _), ExpertKernel::Gemv) => {
+            quantized_ops::expert_matvec(device, matrix, rows, x, ids, inputs.pairs_per_x)
         }
+        (ExpertWeights::Quantized(matrix, _), ExpertKernel::Gemm) => dequantized_gemm(device, matrix, experts, inputs),
+        (ExpertWeights::Mxfp4Tiles(_), _) => unsupported_tiles(),
     }
+}
+
+fn unsupported_tiles() -> Result<Tensor> {
+    bail!("cannot multiply expert weights: expert_matmul does not support MXFP4 tiles")
 }
 
 /// Dequantizes the weights of all experts to the dtype of x, and computes the product as for float weights.

@@ -27,9 +27,13 @@
 //!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are kernels for three tile sizes (pairs per tile).
 //!   `product_kernel` chooses the tile size by the number of pairs per expert.
 //!
+//! `expert_kernel` chooses the kernels of `experts`, `grouped_gemm` and `quantized_ops`.
+//!
 //! On a CPU, `experts::reference` computes the matrix products of the experts.
 
 pub mod combine;
+#[cfg(any(feature = "cuda", test))]
+mod expert_kernel;
 mod expert_operands;
 pub mod experts;
 #[cfg(feature = "cuda")]

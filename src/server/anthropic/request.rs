@@ -7,7 +7,7 @@ use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar};
 use crate::server::generation::constraint::read_output_format;
 use crate::server::generation::generate_options::{self, MAX_STOP_BYTES, MAX_STOPS};
-use crate::server::http::body::{Fields, IgnoredField};
+use crate::server::http::body::{Fields, IgnoredField, RefusedField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
 use crate::server::state::ServerState;
@@ -18,19 +18,18 @@ const LOW_BUDGET: i64 = 4096;
 /// The largest thinking budget that counts as medium reasoning effort, in tokens.
 const MEDIUM_BUDGET: i64 = 16384;
 
-/// Unsupported fields that would change the output.
-/// Each entry contains the field's name, the accepted value besides null (if any), and a hint for the error message.
-const REFUSED: &[(&str, &str, &str)] = &[
-    ("container", "null", ""),
-    ("context_management", "null", "inferno never shortens a conversation"),
-    ("functions", "[]", "use 'tools'"),
-    ("max_completion_tokens", "null", "use 'max_tokens'"),
-    ("mcp_servers", "[]", ""),
-    ("n", "1", ""),
-    ("output_format", "null", "use 'output_config.format'"),
-    ("reasoning_effort", "null", "use 'output_config.effort'"),
-    ("response_format", "{\"type\":\"text\"}", "use 'output_config.format'"),
-    ("stop", "null", "use 'stop_sequences'"),
+/// The unsupported fields of a request to the Messages API.
+const REFUSED: &[RefusedField] = &[
+    RefusedField { name: "container", neutral: &[], hint: "" },
+    RefusedField { name: "context_management", neutral: &[], hint: "inferno never shortens a conversation" },
+    RefusedField { name: "functions", neutral: &["[]"], hint: "use 'tools'" },
+    RefusedField { name: "max_completion_tokens", neutral: &[], hint: "use 'max_tokens'" },
+    RefusedField { name: "mcp_servers", neutral: &["[]"], hint: "" },
+    RefusedField { name: "n", neutral: &["1"], hint: "" },
+    RefusedField { name: "output_format", neutral: &[], hint: "use 'output_config.format'" },
+    RefusedField { name: "reasoning_effort", neutral: &[], hint: "use 'output_config.effort'" },
+    RefusedField { name: "response_format", neutral: &[r#"{"type":"text"}"#], hint: "use 'output_config.format'" },
+    RefusedField { name: "stop", neutral: &[], hint: "use 'stop_sequences'" },
 ];
 
 /// A request to `/v1/messages` or `/v1/messages/count_tokens`, without `max_tokens`, which only `/v1/messages` reads.
@@ -56,10 +55,7 @@ impl MessagesRequest {
     /// Reads a request. Fails if a required field is missing, or if a field has an invalid or unsupported value.
     pub fn read(mut fields: Fields, server: &ServerState, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
-        for (name, neutral, hint) in REFUSED {
-            let neutral: Vec<Value> = serde_json::from_str(neutral).into_iter().collect();
-            fields.refuse(name, &neutral, hint)?;
-        }
+        fields.refuse_all(REFUSED)?;
         let messages = conversation::read(&mut fields)?;
         let (tools, can_call_in_parallel) = read_tools(&mut fields, engine)?;
         let (thinking, shows_thinking) = read_thinking(&mut fields)?;

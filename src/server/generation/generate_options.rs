@@ -8,7 +8,7 @@ use super::constraint;
 use super::usage::Usage;
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::engine::{Constraint, EngineHandle, GenerateOptions};
-use crate::server::http::body::Fields;
+use crate::server::http::body::{Fields, RefusedField};
 use crate::server::http::error::ApiError;
 use crate::server::ids;
 use crate::server::state::ServerState;
@@ -24,37 +24,34 @@ pub const MAX_STOP_BYTES: usize = 1024;
 /// The maximum size of a cache salt in bytes.
 const MAX_SALT_BYTES: usize = 1024;
 
-/// Unsupported fields that would change the output. Each entry lists the values that have no effect and are accepted.
+/// Unsupported fields that would change the output.
 /// Chat completions support `chat_template_kwargs`: they take this field before [`read`] checks the list.
-const REFUSED: &[(&str, &[&str])] = &[
-    ("allowed_token_ids", &["[]"]),
-    ("bad_words", &["[]"]),
-    ("beam_width", &["1"]),
-    ("chat_template", &[]),
-    ("chat_template_kwargs", &["{}"]),
-    ("continue_final_message", &["false"]),
-    ("documents", &["[]"]),
-    ("guided_choice", &[]),
-    ("guided_decoding_backend", &[]),
-    ("guided_grammar", &[]),
-    ("guided_json", &[]),
-    ("guided_regex", &[]),
-    ("include_stop_str_in_output", &["false"]),
-    ("length_penalty", &["1", "1.0"]),
-    ("logits_processors", &["[]"]),
-    ("prompt_logprobs", &["0"]),
-    ("skip_special_tokens", &["true"]),
-    ("truncate_prompt_tokens", &[]),
-    ("use_beam_search", &["false"]),
+const REFUSED: &[RefusedField] = &[
+    RefusedField { name: "allowed_token_ids", neutral: &["[]"], hint: "" },
+    RefusedField { name: "bad_words", neutral: &["[]"], hint: "" },
+    RefusedField { name: "beam_width", neutral: &["1"], hint: "" },
+    RefusedField { name: "chat_template", neutral: &[], hint: "" },
+    RefusedField { name: "chat_template_kwargs", neutral: &["{}"], hint: "" },
+    RefusedField { name: "continue_final_message", neutral: &["false"], hint: "" },
+    RefusedField { name: "documents", neutral: &["[]"], hint: "" },
+    RefusedField { name: "guided_choice", neutral: &[], hint: "" },
+    RefusedField { name: "guided_decoding_backend", neutral: &[], hint: "" },
+    RefusedField { name: "guided_grammar", neutral: &[], hint: "" },
+    RefusedField { name: "guided_json", neutral: &[], hint: "" },
+    RefusedField { name: "guided_regex", neutral: &[], hint: "" },
+    RefusedField { name: "include_stop_str_in_output", neutral: &["false"], hint: "" },
+    RefusedField { name: "length_penalty", neutral: &["1", "1.0"], hint: "" },
+    RefusedField { name: "logits_processors", neutral: &["[]"], hint: "" },
+    RefusedField { name: "prompt_logprobs", neutral: &["0"], hint: "" },
+    RefusedField { name: "skip_special_tokens", neutral: &["true"], hint: "" },
+    RefusedField { name: "truncate_prompt_tokens", neutral: &[], hint: "" },
+    RefusedField { name: "use_beam_search", neutral: &["false"], hint: "" },
 ];
 
 /// Reads the shared fields. Each route itself reads the token limit and whether to return log probabilities,
 /// because the routes have different fields for these options.
 pub fn read(fields: &mut Fields, server: &ServerState, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
-    for (name, neutral) in REFUSED {
-        let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
-        fields.refuse(name, &neutral, "")?;
-    }
+    fields.refuse_all(REFUSED)?;
     let mut options = GenerateOptions::new(engine.defaults().clone());
     options.sampling.seed = ids::random_u32().into();
     read_sampling(fields, &mut options)?;

@@ -25,6 +25,16 @@ const MAX_VALUES: usize = 500_000;
 /// The maximum number of ignored request fields that the response header `x-inferno-ignored` lists.
 pub const MAX_IGNORED: usize = 32;
 
+/// A request field that inferno does not support. It is refused instead of ignored, because the client relies on its
+/// effect.
+pub struct RefusedField {
+    pub name: &'static str,
+    /// The JSON of the values that have no effect and are therefore accepted. `null` is always accepted.
+    pub neutral: &'static [&'static str],
+    /// The end of the error message: what to do instead. Can be empty.
+    pub hint: &'static str,
+}
+
 /// If this request header is `1`, the server rejects a request with fields that have no effect, or only part of their
 /// effect.
 const STRICT: &str = "x-inferno-strict";
@@ -231,6 +241,16 @@ impl Fields {
             Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(self.path(name), hint)),
             _ => Ok(()),
         }
+    }
+
+    /// Refuses each field of a table (see [`refuse`](Self::refuse)).
+    pub fn refuse_all(&mut self, table: &[RefusedField]) -> Result<(), ApiError> {
+        for field in table {
+            let parse = |json: &&str| serde_json::from_str(json).expect("neutral values should be valid JSON");
+            let neutral: Vec<Value> = field.neutral.iter().map(parse).collect();
+            self.refuse(field.name, &neutral, field.hint)?;
+        }
+        Ok(())
     }
 
     /// Records an ignored field, unless it has been recorded before.

@@ -7,14 +7,17 @@ use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, GrammarKind, Request};
 use crate::server::generation::constraint::named;
 use crate::server::generation::generate_options;
-use crate::server::http::body::{Fields, IgnoredField};
+use crate::server::http::body::{Fields, IgnoredField, RefusedField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{Tools, read_tools};
 use crate::server::state::ServerState;
 
-/// Unsupported options that would change the output, each with the values that have no effect and are accepted.
-const REFUSED_OPTIONS: &[(&str, &[&str])] =
-    &[("mirostat", &["0"]), ("typical_p", &["1", "1.0"]), ("tfs_z", &["1", "1.0"])];
+/// Unsupported options that would change the output.
+const REFUSED_OPTIONS: &[RefusedField] = &[
+    RefusedField { name: "mirostat", neutral: &["0"], hint: "" },
+    RefusedField { name: "typical_p", neutral: &["1", "1.0"], hint: "" },
+    RefusedField { name: "tfs_z", neutral: &["1", "1.0"], hint: "" },
+];
 
 /// A request to `/api/chat` or `/api/generate`.
 pub struct OllamaRequest {
@@ -93,10 +96,7 @@ impl SharedFields {
             Some(options) => options,
             None => Fields::nested("options", json!({}))?,
         };
-        for (name, neutral) in REFUSED_OPTIONS {
-            let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
-            nested.refuse(name, &neutral, "")?;
-        }
+        nested.refuse_all(REFUSED_OPTIONS)?;
         // For `num_predict`, the values 0, -1 and -2 mean no limit.
         let limit = nested.take_integer("num_predict", -2..=i64::from(u32::MAX))?;
         if let Some(penalty) = nested.take("repeat_penalty") {

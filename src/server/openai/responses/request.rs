@@ -15,7 +15,7 @@ use crate::chat::{Message, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, MAX_LOGPROBS};
 use crate::server::generation::constraint::read_text_format;
 use crate::server::generation::generate_options;
-use crate::server::http::body::{Fields, IgnoredField};
+use crate::server::http::body::{Fields, IgnoredField, RefusedField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::read_reasoning;
 use crate::server::state::ServerState;
@@ -23,20 +23,19 @@ use crate::server::state::ServerState;
 /// The maximum number of entries in `metadata`, as in OpenAI's API.
 const MAX_METADATA: usize = 16;
 
-/// Unsupported fields that are rejected instead of ignored, because the client relies on their effect.
-/// Each entry contains the field's name, the value that is accepted besides null, and a hint for the error message.
-const REFUSED: &[(&str, &str, &str)] = &[
-    ("background", "false", "send 'stream' instead"),
-    ("context_management", "[]", ""),
-    ("conversation", "null", "use 'previous_response_id'"),
-    ("functions", "[]", "use 'tools'"),
-    ("max_completion_tokens", "null", "use 'max_output_tokens'"),
-    ("max_tokens", "null", "use 'max_output_tokens'"),
-    ("messages", "null", "use 'input'"),
-    ("n", "1", ""),
-    ("prompt", "null", "use 'instructions' and 'input'"),
-    ("response_format", "{\"type\":\"text\"}", "use 'text.format'"),
-    ("truncation", "\"disabled\"", "inferno never shortens a conversation"),
+/// The unsupported fields of a response request.
+const REFUSED: &[RefusedField] = &[
+    RefusedField { name: "background", neutral: &["false"], hint: "send 'stream' instead" },
+    RefusedField { name: "context_management", neutral: &["[]"], hint: "" },
+    RefusedField { name: "conversation", neutral: &[], hint: "use 'previous_response_id'" },
+    RefusedField { name: "functions", neutral: &["[]"], hint: "use 'tools'" },
+    RefusedField { name: "max_completion_tokens", neutral: &[], hint: "use 'max_output_tokens'" },
+    RefusedField { name: "max_tokens", neutral: &[], hint: "use 'max_output_tokens'" },
+    RefusedField { name: "messages", neutral: &[], hint: "use 'input'" },
+    RefusedField { name: "n", neutral: &["1"], hint: "" },
+    RefusedField { name: "prompt", neutral: &[], hint: "use 'instructions' and 'input'" },
+    RefusedField { name: "response_format", neutral: &[r#"{"type":"text"}"#], hint: "use 'text.format'" },
+    RefusedField { name: "truncation", neutral: &[r#""disabled""#], hint: "inferno never shortens a conversation" },
 ];
 
 /// A parsed request: the prompt and the options for the engine, and how to build the response.
@@ -62,10 +61,7 @@ impl ResponseRequest {
         store: &TenantStore,
     ) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
-        for (name, neutral, hint) in REFUSED {
-            let neutral: Vec<Value> = serde_json::from_str(neutral).into_iter().collect();
-            fields.refuse(name, &neutral, hint)?;
-        }
+        fields.refuse_all(REFUSED)?;
         let (Input { earlier, items }, previous_response_id) = input::read(&mut fields, store)?;
         let instructions = fields.take_string("instructions")?;
         let Tools { functions, served, choice } = tools::read(&mut fields, engine)?;
