@@ -11,7 +11,7 @@ use crate::weights::checkpoint::Checkpoint;
 use crate::weights::gguf::GgufModel;
 use crate::weights::quantized;
 use crate::weights::reading::{
-    ByteRange, PartSource, PartToRead, ReaderThreads, SharedReads, Slice, StoredBytes, TensorReader,
+    ByteRange, DimOrder, PartSource, PartToRead, ReaderThreads, SharedReads, Slice, StoredBytes, TensorReader,
 };
 use crate::weights::safetensors::{TensorView, module};
 use crate::weights::tensor_info::TensorInfo;
@@ -34,13 +34,13 @@ impl<'c> Weights<'c> {
 
     /// Loads a vector, such as a bias or attention sinks, as `dtype`. Ranks divide a vector like the rows of a matrix.
     pub fn vector(&self, name: &str, rows: usize, dtype: DType) -> Result<Tensor> {
-        self.float_slice(name, &[rows], dtype, self.slice(Some(0), None))
+        self.float_slice(name, &[rows], dtype, self.slice(DimOrder::Rows))
     }
 
     /// Loads one vector for each of several stacked matrices, such as the biases of all experts, in the compute dtype.
     /// The result has the shape `[matrices, rows]`.
     pub fn stacked_vectors(&self, name: &str, matrices: usize, rows: usize) -> Result<Tensor> {
-        self.float_slice(name, &[matrices, rows], self.dtype, self.slice(Some(1), None))
+        self.float_slice(name, &[matrices, rows], self.dtype, self.slice(DimOrder::StackedRows))
     }
 
     /// Loads a float tensor, or the part of it that `slice` selects. `shape` is the shape of the result.
@@ -109,8 +109,8 @@ impl<'c> Weights<'c> {
     /// If the ranks share the read, the other ranks wait until this rank joins.
     /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
     pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
-        let rows = shape.len() - 2;
-        let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
+        let order = if shape.len() == 2 { DimOrder::RowsColumns } else { DimOrder::StackedRowsColumns };
+        let slice = self.slice(order).filter(|slice| slice.dim > 0);
         let (Some(_), Some(slice)) = (&self.shared_reads, slice) else { return Ok(()) };
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;

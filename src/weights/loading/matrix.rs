@@ -10,7 +10,7 @@ use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat
 use crate::weights::checkpoint::Checkpoint;
 use crate::weights::compressed::{Activations, CodeType, WeightScales};
 use crate::weights::quantized::{self, MatrixRows, QuantizedShape};
-use crate::weights::reading::{RowBuffer, RowSource, Slice, StoredRows};
+use crate::weights::reading::{DimOrder, RowBuffer, RowSource, Slice, StoredRows};
 use crate::weights::safetensors::{self, SafetensorsCheckpoint, module};
 
 impl<'c> Weights<'c> {
@@ -71,7 +71,10 @@ impl<'c> Weights<'c> {
         }
         match self.quantized(name, experts, rows, columns)? {
             Some(rows) => self.build_stored(name, &rows),
-            None => Ok(Matrix::Dense(self.float_slice(name, &shape, self.dtype, self.slice(Some(1), Some(2)))?)),
+            None => {
+                let slice = self.slice(DimOrder::StackedRowsColumns);
+                Ok(Matrix::Dense(self.float_slice(name, &shape, self.dtype, slice)?))
+            }
         }
     }
 
@@ -87,7 +90,7 @@ impl<'c> Weights<'c> {
             }
             return self.build_stored(name, &matrix_rows);
         }
-        let stored = self.float_slice(name, &[columns, rows], self.dtype, self.slice(Some(1), Some(0)))?;
+        let stored = self.float_slice(name, &[columns, rows], self.dtype, self.slice(DimOrder::ColumnsRows))?;
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
@@ -116,7 +119,7 @@ impl<'c> Weights<'c> {
     /// Returns this rank's part of `matrices` stacked matrices that are quantized in the file or during loading.
     /// Returns `None` for matrices that are loaded as floats.
     fn quantized(&self, name: &str, matrices: usize, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
-        let slice = self.slice(Some(0), Some(1));
+        let slice = self.slice(DimOrder::RowsColumns);
         let stored = slice.as_ref().map_or(vec![rows, columns], |slice| slice.stored_shape(&[rows, columns]));
         let Some(all_rows) = self.quantized_rows(name, matrices * stored[0], stored[1])? else { return Ok(None) };
         Ok(Some(match slice {
@@ -258,7 +261,7 @@ impl<'c> Weights<'c> {
     /// Each element of `modules` is a module and the number of rows of its matrix. The result has the compute dtype.
     pub fn stacked(modules: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = modules {
-            return weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)));
+            return weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(DimOrder::RowsColumns));
         }
         let names: Vec<String> = modules.iter().map(|(weights, _)| weights.full_name(name)).collect();
         let stacked = safetensors::stacked_name(&names);
@@ -273,7 +276,7 @@ impl<'c> Weights<'c> {
             return Ok(first.progress.add_tensor(reader.take(&stacked, first.dtype, &[rows, columns])?));
         }
         let tensors = modules.iter().map(|(weights, rows)| {
-            weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)))
+            weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(DimOrder::RowsColumns))
         });
         Ok(Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)?)
     }

@@ -7,6 +7,7 @@ use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
+use crate::weights::reading::DimOrder;
 
 /// Loads the stacked matrices of all experts. `shape` is `[experts, rows, columns]`.
 /// If a rank loads only some of the columns, these columns must form whole MXFP4 blocks.
@@ -23,16 +24,17 @@ pub fn experts(weights: &Weights, name: &str, shape: [usize; 3]) -> Result<Exper
             bail!("{name}: {columns} columns are not a multiple of the MXFP4 block length {MXFP4_BLOCK}");
         }
         let groups = columns / MXFP4_BLOCK;
-        let slice = match weights.slice(None, Some(2)) {
-            Some(columns) => Some(columns.in_units(MXFP4_BLOCK)),
-            None => weights.slice(Some(1), None),
-        };
+        // Both tensors have one entry per group of columns where a dense tensor has columns.
+        let slice = weights.slice(DimOrder::StackedRowsColumns).map(|slice| match slice.dim {
+            2 => slice.in_units(MXFP4_BLOCK),
+            _ => slice,
+        });
         let blocks_shape = [experts, rows, groups, MXFP4_BLOCK / 2];
         let blocks = weights.bytes_slice(&format!("{name}_blocks"), &blocks_shape, slice.clone())?;
         let scales = weights.bytes_slice(&format!("{name}_scales"), &[experts, rows, groups], slice)?;
         return Ok(ExpertWeights::Mxfp4 { blocks, scales });
     }
-    let slice = weights.slice(Some(2), Some(1));
+    let slice = weights.slice(DimOrder::StackedColumnsRows);
     let dense = weights.float_slice(name, &[experts, columns, rows], weights.dtype(), slice)?;
     Ok(ExpertWeights::Dense(dense.transpose(1, 2)?.contiguous()?))
 }

@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use super::progress::LoadProgress;
 use crate::weights::checkpoint::Checkpoint;
 use crate::weights::quantized::QuantizationTarget;
-use crate::weights::reading::{Axis, RankReader, SharedReads, Slice, TensorPart};
+use crate::weights::reading::{Axis, DimOrder, RankReader, SharedReads, Slice, TensorPart};
 use crate::world::World;
 
 /// The tensors of a checkpoint whose names start with a prefix, plus the device and dtype to load them with.
@@ -62,9 +62,8 @@ impl Weights<'_> {
     }
 
     /// Returns the ranges of a tensor that this rank loads, or `None` if it loads the whole tensor.
-    /// `rows` and `columns` are the indices of the row dimension and the column dimension.
-    pub(super) fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
-        self.part.as_ref()?.slice(rows, columns)
+    pub(super) fn slice(&self, order: DimOrder) -> Option<Slice> {
+        self.part.as_ref()?.slice(order)
     }
 
     /// Returns a copy of these weights that loads float matrices without quantizing them.

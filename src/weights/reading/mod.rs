@@ -14,7 +14,7 @@ mod reader;
 mod shared_reads;
 mod source;
 
-pub use part::{Axis, PartToRead, Slice, TensorPart};
+pub use part::{Axis, DimOrder, PartToRead, Slice, TensorPart};
 pub use part_reader::PartReader;
 pub use read_ahead::{ReadAheadOptions, ReadAheadReader, ReadRequest, Residency};
 pub use reader::{PartSource, RankReader, ReaderThreads, TensorReader};

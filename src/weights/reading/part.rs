@@ -30,12 +30,46 @@ pub enum Axis {
     Columns,
 }
 
+/// The order of the dimensions of a tensor. A stack holds one matrix or vector per expert, for example.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DimOrder {
+    /// `[rows]`: a vector, which is divided like the rows of a matrix.
+    Rows,
+    /// `[stack, rows]`
+    StackedRows,
+    /// `[rows, columns]`
+    RowsColumns,
+    /// `[columns, rows]`: a transposed matrix.
+    ColumnsRows,
+    /// `[stack, rows, columns]`
+    StackedRowsColumns,
+    /// `[stack, columns, rows]`: a stack of transposed matrices.
+    StackedColumnsRows,
+}
+
+impl DimOrder {
+    /// Returns the index of the dimension for `axis`, or `None` if the tensor consists of vectors without columns.
+    fn dim(self, axis: Axis) -> Option<usize> {
+        let (rows, columns) = match self {
+            Self::Rows => (0, None),
+            Self::StackedRows => (1, None),
+            Self::RowsColumns => (0, Some(1)),
+            Self::ColumnsRows => (1, Some(0)),
+            Self::StackedRowsColumns => (1, Some(2)),
+            Self::StackedColumnsRows => (2, Some(1)),
+        };
+        match axis {
+            Axis::Rows => Some(rows),
+            Axis::Columns => columns,
+        }
+    }
+}
+
 impl TensorPart {
     /// Returns the ranges of a tensor that are loaded.
     /// Returns `None` if the tensor does not have the divided dimension and is therefore loaded whole.
-    /// `rows` and `columns` are the indices of the row dimension and the column dimension.
-    pub fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
-        let dim = if self.axis == Axis::Rows { rows? } else { columns? };
+    pub fn slice(&self, order: DimOrder) -> Option<Slice> {
+        let dim = order.dim(self.axis)?;
         Some(Slice { dim, ranges: self.ranges.clone(), total: self.total })
     }
 }
