@@ -43,7 +43,7 @@ pub struct SequenceBlocks {
     hashes: BlockHashes,
     /// For each table, the number of entries at its start that are the scratch block.
     first_held: Vec<usize>,
-    /// The number of tokens whose keys and values are computed, including the tokens of a queued step.
+    /// See [`computed`](Self::computed).
     /// Sliding-window groups keep only the keys and values that later tokens attend to.
     computed: usize,
     prompt_tokens: usize,

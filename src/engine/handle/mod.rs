@@ -56,8 +56,7 @@ pub(super) struct SharedEngineState {
     pub info: ModelInfo,
     pub defaults: SamplingParams,
     pub device: Device,
-    /// Identifies the model files, the build and the settings that determine keys and values.
-    /// A saved prefix is valid only with the same fingerprint.
+    /// See `EngineParts::fingerprint`.
     pub fingerprint: String,
     pub counters: Arc<Counters>,
     pub failure: Arc<RankFailure>,

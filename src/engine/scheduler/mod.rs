@@ -285,7 +285,7 @@ impl Scheduler {
         self.sequences[&id].prompt_segments
     }
 
-    /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.
+    /// Returns [`SequenceBlocks::computed`] of a sequence, or 0 while the sequence waits.
     /// Panics if the sequence has ended.
     pub fn computed(&self, id: SequenceId) -> usize {
         self.sequences[&id].computed()

@@ -38,8 +38,7 @@ pub struct ScheduledSequence {
 }
 
 impl ScheduledSequence {
-    /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.
-    /// 0 while the sequence waits.
+    /// Returns [`SequenceBlocks::computed`], or 0 while the sequence waits.
     pub fn computed(&self) -> usize {
         self.blocks.as_ref().map_or(0, SequenceBlocks::computed)
     }

@@ -54,9 +54,7 @@ pub struct RunnerFacts {
     pub has_decode_graph: bool,
     /// Whether batch graphs can run the decode steps of the runner's model.
     pub has_batch_graphs: bool,
-    /// Whether steps can be queued. On a CPU, true only if `RunnerOptions::queue_steps` is `Some(true)`, as in tests.
-    /// On a GPU, false if `RunnerOptions::eager` is set, if ranks share the GPU, if the host copies data between ranks,
-    /// or if `RunnerOptions::queue_steps` is `Some(false)`.
+    /// Whether steps can be queued. The conditions are at `LoadOptions::queue_steps`.
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
