@@ -55,7 +55,8 @@ impl BlockManager {
         for group in 0..self.windows.len() {
             let copied: Vec<_> = self.blocks_to_copy(group, sequence, end).collect();
             for index in copied {
-                let (from, to) = (sequence.tables.get(group, index), self.pool.allocate()?);
+                let from = sequence.tables.get(group, index);
+                let to = self.pool.allocate()?;
                 sequence.tables.set(group, index, to);
                 copies.push(BlockCopy { from, to });
                 self.pool.release(from, Retention::Keep);

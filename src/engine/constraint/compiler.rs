@@ -83,7 +83,9 @@ impl GrammarCompiler {
         let limits = factory.limits_mut();
         // At the speeds in llguidance's documentation of these limits, building a lexer takes at most about 20 ms of
         // CPU time, and computing a token mask takes at most about 10 ms.
-        (limits.initial_lexer_fuel, limits.step_lexer_fuel, limits.step_max_items) = (1_000_000, 100_000, 50_000);
+        limits.initial_lexer_fuel = 1_000_000;
+        limits.step_lexer_fuel = 100_000;
+        limits.step_max_items = 50_000;
         // According to llguidance's documentation, a lexer state takes 1 to 2 kB, so a lexer takes at most 100 MB.
         limits.max_lexer_states = 50_000;
         limits.verbose_errors = false;

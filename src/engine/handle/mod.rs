@@ -115,7 +115,8 @@ impl EngineHandle {
         let mut chat = None;
         let (ids, decoders): (Vec<u32>, Vec<AnswerDecoder>) = match request.prompt {
             Prompt::Chat { messages, render } => {
-                let (rendered, format) = (self.render(&messages, &render)?, language.chat_format()?);
+                let rendered = self.render(&messages, &render)?;
+                let format = language.chat_format()?;
                 // Given tools, some parsers read plain text as a tool call. Text that matches a grammar must stay text.
                 let has_grammar = options.constraint.as_ref().is_some_and(|constraint| constraint.answer.is_some());
                 let tools = if has_grammar { &[] } else { &render.tools[..] };

@@ -39,7 +39,9 @@ impl Scheduler {
             let parent = self.sequences[&id].blocks.as_ref();
             let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
             let Some(fork) = self.sequences.get_mut(&fork) else { continue };
-            (fork.blocks, fork.parent, fork.computes_whole_prompt) = (blocks, None, false);
+            fork.blocks = blocks;
+            fork.parent = None;
+            fork.computes_whole_prompt = false;
             if fork.is_running() {
                 self.running.insert(fork.seniority);
                 started.push(fork.seniority);

@@ -28,7 +28,9 @@ impl WeightsSummary {
 
     /// Summarizes the weights in the safetensors files of a directory. Reads and validates only the headers.
     pub fn from_safetensors(dir: &Path) -> Result<Self> {
-        let (mut parameters, mut bytes, mut is_packed) = (0u64, BytesByDtype::default(), false);
+        let mut parameters = 0u64;
+        let mut bytes = BytesByDtype::default();
+        let mut is_packed = false;
         let mut header_bytes = 0;
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
             let (json, data_bytes) = header::read_file(&file)?;

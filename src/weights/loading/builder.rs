@@ -115,7 +115,8 @@ impl<'c> WeightsBuilder<'c> {
     fn default_threads(&self) -> Result<ReaderThreads> {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (&self.device, self.checkpoint) {
-            let (target, options) = (CopyStream::new(cuda)?, ReadAheadOptions::default());
+            let target = CopyStream::new(cuda)?;
+            let options = ReadAheadOptions::default();
             // Do not read ahead for one of several ranks, which does not need all bytes,
             // or for quantizing, which reads each matrix when it is requested.
             if self.world.size() > 1 || self.quantize.is_some() {

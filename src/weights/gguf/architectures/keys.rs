@@ -48,7 +48,8 @@ impl<'c> ArchitectureKeys<'c> {
     /// Fails if this default is not an integer, if keys and values have different head sizes, or if the metadata lacks
     /// the hidden size or the number of heads.
     pub fn head_dim(&self) -> Result<u64> {
-        let (heads, hidden) = (self.file.head_counts()?.query as u64, self.required_size("embedding_length")?);
+        let heads = self.file.head_counts()?.query as u64;
+        let hidden = self.required_size("embedding_length")?;
         let head_dim = match self.size("attention.key_length")? {
             Some(length) => length,
             None if heads == 0 || hidden.is_multiple_of(heads) => hidden / heads.max(1),

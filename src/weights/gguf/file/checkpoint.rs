@@ -112,7 +112,8 @@ impl GgufCheckpoint {
     /// Returns the numbers of heads. The number of KV heads defaults to the number of query heads.
     /// Fails if the number of query heads is missing, or if one of the numbers is 0.
     pub fn head_counts(&self) -> Result<HeadCounts> {
-        let (architecture, metadata) = (self.architecture()?, self.metadata());
+        let architecture = self.architecture()?;
+        let metadata = self.metadata();
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), GgufMetadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
         if heads == 0 || kv_heads == 0 {
