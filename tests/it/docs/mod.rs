@@ -1,6 +1,6 @@
 //! Checks the documentation:
 //! - `names`: the source files, type members, modules, tests and link targets named in pages or comments exist.
-//!   `members` finds the members in the code. scripts/README.md lists all scripts.
+//!   `members` finds the members in the code. scripts/README.md and tests/README.md list all files of their folders.
 //! - `reference`: `docs/` lists all flags, environment variables, exit codes and configuration keys.
 //! - `server_pages`: flags and metrics on the pages about the server exist.
 //!   Defaults in docs/tuning.md agree with `inferno serve --help`.

@@ -76,8 +76,8 @@ fn source_files_that_the_pages_and_comments_name_exist() {
     );
 }
 
-/// In scripts, fuzz targets, deployment files and Cargo.toml, this test finds paths even without backticks:
-/// in comments, and on all lines of Python files.
+/// In scripts, Python tests, fuzz targets, deployment files and Cargo.toml, this test finds paths even without
+/// backticks: in comments, and on all lines of Python files.
 #[test]
 fn source_files_that_comments_of_scripts_name_exist() {
     let extensions = [&SOURCE[..], &["py", "sh"]].concat();
@@ -89,6 +89,9 @@ fn source_files_that_comments_of_scripts_name_exist() {
         ["Cargo.toml", "fuzz/Cargo.toml", "deploy/Dockerfile"].map(|path| repository().join(path)).into();
     for folder in ["scripts", "deploy", "fuzz/src", "fuzz/fuzz_targets"] {
         add_files(&repository().join(folder), &["rs", "py", "sh", "yaml"], &mut scripts);
+    }
+    for folder in ["clients", "deploy", "llama2c", "mutate", "serve"] {
+        add_files(&repository().join("tests").join(folder), &["py"], &mut scripts);
     }
     let pattern = Regex::new(&format!(r"[\w./-]*\w\.(?:{})\b", extensions.join("|"))).unwrap();
     // Files that these scripts write.
@@ -112,16 +115,20 @@ fn source_files_that_comments_of_scripts_name_exist() {
     assert!(count > 50, "found only {count} source files in scripts");
 }
 
-/// The first cell of a row names a script, or a script or all files of a folder.
+/// The first cell of a row names a file of the folder, or a file or all files of a folder in it.
 #[test]
-fn scripts_page_lists_exactly_the_scripts() {
-    let page = page("scripts/README.md");
-    let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
-    let listed: BTreeSet<&str> = rows.map(|path| path.split('/').next().unwrap()).collect();
-    let files = fs::read_dir(repository().join("scripts")).unwrap();
-    let files: BTreeSet<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
-    let files: BTreeSet<&str> = files.iter().map(String::as_str).filter(|name| *name != "README.md").collect();
-    assert_eq!(listed, files, "the scripts in scripts/README.md and in the folder differ");
+fn pages_about_scripts_and_tests_list_exactly_the_files() {
+    for folder in ["scripts", "tests"] {
+        let page = page(&format!("{folder}/README.md"));
+        let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+        let missing: Vec<&str> = rows.clone().filter(|path| !repository().join(folder).join(path).exists()).collect();
+        assert!(missing.is_empty(), "{folder}/README.md lists files that do not exist: {missing:?}");
+        let listed: BTreeSet<&str> = rows.map(|path| path.split('/').next().unwrap()).collect();
+        let files = fs::read_dir(repository().join(folder)).unwrap();
+        let files: BTreeSet<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        let files: BTreeSet<&str> = files.iter().map(String::as_str).filter(|name| *name != "README.md").collect();
+        assert_eq!(listed, files, "{folder}/README.md and the folder {folder}/ differ");
+    }
 }
 
 /// In pages and comments, `Type::name` must name a member of the type or of a trait that the type implements.

@@ -24,8 +24,8 @@ fn words<'t>(text: &'t str, prefix: &str, others: &[char]) -> BTreeSet<&'t str> 
 
 #[test]
 fn flags_on_the_pages_about_the_server_exist() {
-    let scripts = ["deploy/smg/smg.sh", "scripts/image.sh", "scripts/release.sh", "scripts/serve/load.py"];
-    let others = ["scripts/serve/reliability.py", "scripts/serve/process.py", "tests/deploy/run.py"];
+    let scripts = ["deploy/smg/smg.sh", "scripts/image.sh", "scripts/release.sh", "tests/serve/load.py"];
+    let others = ["tests/serve/reliability.py", "tests/serve/process.py", "tests/deploy/run.py"];
     let known = [&["docs/cli.md"][..], &scripts, &others].concat().into_iter().map(page).collect::<String>();
     let mut known = words(&known, "--", &['-']);
     // Add the flags of other programs that the pages mention.

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs inferno on mutated models, and checks that every run ends with a result or with exactly one error message.
 
-    scripts/mutate/run.py --program target/release/inferno                    500 runs with seed 1
-    scripts/mutate/run.py --program PATH --runs 8000 --seed 7 --keep FOLDER   a longer search
-    scripts/mutate/run.py --program PATH --seed 7 --only 123                  repeats one run and shows its output
+    tests/mutate/run.py --program target/release/inferno                    500 runs with seed 1
+    tests/mutate/run.py --program PATH --runs 8000 --seed 7 --keep FOLDER   a longer search
+    tests/mutate/run.py --program PATH --seed 7 --only 123                  repeats one run and shows its output
 
 Each run copies a small model, applies one to five mutations and runs one command of the program.
 The models come from assets/demo and tests/golden. The script adds a tokenizer or a chat template to some of them.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs the routing tests of tests/deploy/ with more load than `.ci/run`, and writes a report.
+"""Runs the routing tests with more load than `.ci/run`, and writes a report.
 
-    scripts/routing_report.py --program target/release/inferno --report benches/results/DATE-cpu-smg.json
+    tests/deploy/routing_report.py --program target/release/inferno --report benches/results/DATE-cpu-smg.json
 
 The run includes the slow test that `.ci/run` omits, and takes about eight minutes on two cores.
 Three `inferno serve demo` processes run on the CPU behind SMG, which has the flags of deploy/smg/smg.sh.
@@ -19,10 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/deploy"))
-
-import routing  # noqa: E402
-import tools  # noqa: E402
+import routing
+import tools
 
 SIZE = routing.Size(conversations=54, turns=8, prompts=300, clients=12, seconds=10, rounds=3, is_long=True)
 DEFAULT_CACHE = Path.home() / ".cache/inferno-ci/deploy"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tests `inferno serve` with faulty clients and overload, and compares the results with targets.
 
-    scripts/serve/reliability.py --program target/release/inferno [--short] [--only WORDS] [--out FILE]
+    tests/serve/reliability.py --program target/release/inferno [--short] [--only WORDS] [--out FILE]
 
 Requires only Python 3.11 or later.
 --short takes about two minutes. Without --short, the run takes about ten minutes plus --minutes.

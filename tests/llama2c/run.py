@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares inferno with llama2.c on a published checkpoint of llama2.c, such as stories260K.
 
-    scripts/llama2c.py --checkpoint stories260K.bin --tokenizer tok512.bin --reference ./run \\
+    tests/llama2c/run.py --checkpoint stories260K.bin --tokenizer tok512.bin --reference ./run \\
         --program target/release/inferno --flags "--device cpu --dtype f32"
 
 https://huggingface.co/karpathy/tinyllamas has the checkpoints and tokenizers (MIT license).

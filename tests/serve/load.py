@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures `inferno serve` under load: tokens per second, times to the first token and between tokens, CPU time.
 
-    scripts/serve/load.py --program target/release/inferno --model MODEL [--device cpu] [--out FILE]
+    tests/serve/load.py --program target/release/inferno --model MODEL [--device cpu] [--out FILE]
 
 Starts the server. For each number of clients, all clients send random prompts at the same time in three rounds:
 a warm-up, measured streams, and measured answers without streaming. At the end, a single client measures the time

@@ -60,7 +60,7 @@ class Report:
 
 def command():
     """Returns the command line that started the script, with the script's path in the repository."""
-    return " ".join(["scripts/serve/" + os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    return " ".join(["tests/serve/" + os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
 def describe(server):
