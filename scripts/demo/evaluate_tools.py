@@ -16,10 +16,11 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from harmony import Writer, openai_messages
 from objects import ObjectSampler
 from questions import Conversation, Sampler, Turn
-from tokenizers import Tokenizer
 from tools import NUMBERS, ToolSampler, plain
 
 CASES = 200  # the number of cases of each kind of test

@@ -84,8 +84,9 @@ def load_intents() -> dict[str, Intent]:
     intents, patterns, held_out = {}, load("patterns"), load("held_out")
     for name in ("using", "serving", "concepts", "talk"):
         for entry in load(name)["intent"]:
-            take = lambda texts: lines(texts.pop(entry["id"], ""))
-            intent = Intent(**entry | {"ask": lines(entry["ask"])}, patterns=take(patterns), test=take(held_out))
+            texts = {"ask": lines(entry["ask"])}
+            texts |= {"patterns": lines(patterns.pop(entry["id"], "")), "test": lines(held_out.pop(entry["id"], ""))}
+            intent = Intent(**entry | texts)
             intent.weight = intent.weight or min(max(len(intent.ask) / 10, 0.7), 2.5)
             intents[intent.id] = intent
     trained = {normal(ask) for intent in intents.values() for ask in intent.ask}

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evaluate import evaluate
@@ -27,7 +28,6 @@ from harmony import Writer, developer_text, system_text, train_tokenizer
 from model import CONFIG, GptOss, load_snapshot, mxfp4_dequantize, mxfp4_round, snapshot_tensors
 from objects import ObjectSampler
 from questions import Conversation, Sampler
-from tokenizers import Tokenizer
 from tools import AFTER_CALL, ToolSampler
 
 # Shapes of batches: sequence length T, samples per batch. A sample may have T + 1 ids, because the targets are shifted

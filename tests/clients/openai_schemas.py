@@ -319,7 +319,7 @@ for name, test in list(globals().items()):
     if name.startswith("test_"):
         try:
             test(*documents)
-        except Exception as problem:  # all problems are listed before the program fails
+        except Exception as problem:  # noqa: BLE001 - all problems are listed before the program fails
             print(f"{name} failed: {type(problem).__name__}: {problem}", file=sys.stderr)
             failed = True
 print(f"{sum(checked.values())} values of {len(checked)} schemas")

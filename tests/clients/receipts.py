@@ -53,7 +53,8 @@ def inferno_receipt(token, key):
         receipt, public = Path(folder, "receipt"), Path(folder, "key.json")
         receipt.write_text(token)
         public.write_text(key.export_public())
-        return subprocess.run([PROGRAM, "receipt", receipt, "--key", public], capture_output=True).returncode
+        command = [PROGRAM, "receipt", receipt, "--key", public]
+        return subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def main():

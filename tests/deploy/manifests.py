@@ -227,13 +227,15 @@ def flag_problems(files, deploy, program):
 
     def help_text(command):
         if command not in help_texts:
-            result = subprocess.run([program, command, "--help"], capture_output=True, text=True, timeout=60)
+            result = subprocess.run(
+                [program, command, "--help"], capture_output=True, text=True, timeout=60, check=False
+            )
             help_texts[command] = result.stdout if result.returncode == 0 else None
         return help_texts[command]
 
     used = [(path, command) for path, documents in files.items() for command in commands(documents)]
     for path in sorted(deploy.rglob("Dockerfile")):
-        for words in re.findall(r'^(?:HEALTHCHECK .*)?CMD \[(.*)\]', path.read_text(), re.M):
+        for words in re.findall(r'^(?:HEALTHCHECK .*)?CMD \[(.*)\]', path.read_text(), re.MULTILINE):
             words = re.findall(r'"([^"]*)"', words)
             used.append((path, words[1:] if words[0] == "inferno" else words))
     for path, command in used:

@@ -65,7 +65,7 @@ def main():
         names = dict.fromkeys(test.__name__ for _, _, tests in routing.SUITES.values() for test in tests)
         parser.error(f"no test has {options.only!r} in its name: choose from {', '.join(names)}")
     try:
-        file = open(options.report, "w", encoding="utf-8")  # before the slow tests
+        file = open(options.report, "w", encoding="utf-8")  # noqa: SIM115 - opened before the slow tests
     except OSError as error:
         parser.error(f"cannot write the report: {error}")
     with file:

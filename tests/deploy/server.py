@@ -23,7 +23,7 @@ class Demo:
         environment |= {"INFERNO_CACHE": self.folder.name, "HF_HUB_OFFLINE": "1"}
         # One running and one waiting answer, so that a few requests at once fill the queue.
         command = [program, "serve", "demo", "--device", "cpu", "--port", "0", "--max-sequences", "1", "--queue", "1"]
-        self.log = open(os.path.join(self.folder.name, "log"), "w+")
+        self.log = open(os.path.join(self.folder.name, "log"), "w+")  # noqa: SIM115 - `__exit__` closes it
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment)
 
     def __enter__(self):

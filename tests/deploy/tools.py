@@ -68,7 +68,9 @@ def prometheus(cache):
 
 
 def call(*command, cwd=None):
-    result = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if result.returncode != 0:
         command = " ".join(str(word) for word in command[:3])
         reason = (result.stdout.strip().splitlines() or ["no output"])[-1]

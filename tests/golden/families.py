@@ -119,7 +119,7 @@ def make_weights(s, config, g):
             linear(layer + "mlp.up_proj", s.F, s.C, 1.5)
             linear(layer + "mlp.down_proj", s.C, s.F, 0.7)
         if family == "phi3":
-            fuse = lambda to, *names: w.update({layer + to: torch.cat([w.pop(layer + name) for name in names])})
+            fuse = lambda to, *names, layer=layer: w.update({layer + to: torch.cat([w.pop(layer + name) for name in names])})
             fuse("self_attn.qkv_proj.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
             fuse("mlp.gate_up_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight")
     norm("model.norm")

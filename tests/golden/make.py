@@ -19,11 +19,17 @@ pass.
 The script also makes mxfp4.safetensors (every scale byte and nibble) and rope.json (inverse frequencies and attention
 scaling of real configs).
 """
-import argparse, hashlib, json, logging, math, platform
+import argparse
+import hashlib
+import json
+import logging
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 
-import safetensors, torch, transformers
+import safetensors
+import torch
+import transformers
 from safetensors.torch import save
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -29,7 +29,6 @@ import argparse
 import hashlib
 import json
 import logging
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +42,7 @@ from compressed_tensors.utils.match import match_named_modules
 from transformers import AutoConfig, AutoModelForCausalLM
 
 GOLDEN = Path(__file__).parent
-import make  # noqa: E402
+import make
 
 SEED = 20261122
 LOUD = 5  # the channel with large values

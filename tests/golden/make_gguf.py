@@ -21,13 +21,13 @@ safetensors files and indexes.
 import hashlib
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as T
 from gguf import GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
-from importlib.metadata import version
 from safetensors.numpy import save_file
 
 SEED = 20261121

@@ -27,7 +27,6 @@ import hashlib
 import itertools
 import json
 import logging
-import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -41,8 +40,8 @@ from gguf import GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 GOLDEN = Path(__file__).parent
-import families  # noqa: E402
-import make  # noqa: E402
+import families
+import make
 
 SEED = 20261123
 TYPES = [T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]

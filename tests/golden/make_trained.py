@@ -25,7 +25,6 @@ differ from ggml's. int8 and fp8 have one scale per row: the largest magnitude d
 rounded half to even.
 """
 
-import argparse
 import ctypes
 import hashlib
 import json
@@ -48,7 +47,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "tests" / "golden" / "trained"
-import make  # noqa: E402
+import make
 
 SEED = 20261122
 SIZES = SimpleNamespace(C=256, F=256, L=2, H=4, K=1, D=64, V=311)

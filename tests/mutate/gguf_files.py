@@ -86,7 +86,7 @@ class Gguf:
             except OverflowError:
                 return struct.pack("<" + form, float("inf"))
         size = struct.calcsize(form)
-        finite = isinstance(value, int) or value == value and abs(value) < 2**64
+        finite = isinstance(value, int) or abs(value) < 2**64  # False for NaN
         return (int(value) % 2 ** (8 * size) if finite else 0).to_bytes(size, "little")
 
     def bytes(self):

@@ -41,7 +41,8 @@ def execute(program, arguments, home, scratch):
     with open(scratch / "stdout", "w+b") as stdout, open(scratch / "stderr", "w+b") as stderr:
         start = time.monotonic()
         child = subprocess.Popen([program, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                                 cwd=home, env=environment(home), preexec_fn=limit, start_new_session=True)
+                                 cwd=home, env=environment(home), start_new_session=True,
+                                 preexec_fn=limit)  # noqa: PLW1509 - this process has no threads
         is_killed, ended = False, 0
         while not ended:
             ended, status, usage = os.wait4(child.pid, os.WNOHANG)
@@ -90,9 +91,9 @@ def complaints(result, arguments):
     if len(result.stderr.encode()) > MAX_MESSAGE:
         found.append(f"wrote {len(result.stderr.encode())} bytes to stderr")
     if unprintable(result.stderr, "\n"):
-        found.append(f"wrote {ascii(unprintable(result.stderr, chr(10)))} to stderr")
+        found.append(f"wrote {unprintable(result.stderr, chr(10))!a} to stderr")
     if is_table and unprintable(result.stdout, "\n\t"):
-        found.append(f"wrote {ascii(unprintable(result.stdout, chr(10) + chr(9)))} to stdout")
+        found.append(f"wrote {unprintable(result.stdout, chr(10) + chr(9))!a} to stdout")
     if arguments[0] == "perplexity" and result.code == 0 and re.search(r"\bnan\b", result.stdout, re.IGNORECASE):
         found.append("reported a perplexity that is NaN")
     return found

@@ -66,11 +66,11 @@ def run(job):
     command = shlex.join(["inferno", *shortened])
     lines = [f"run {number} of seed {seed}: {', '.join(found) or 'no finding'}", f"  model     {name}"]
     lines += [f"  mutation  {mutation}" for mutation in mutations]
-    lines += [f"  command   {ascii(command)}",
+    lines += [f"  command   {command!a}",
               f"  result    exit code {result.code}, {result.seconds:.1f} s, {result.resident >> 20} MiB"]
-    lines += [f"  stderr    {ascii(result.stderr[:600])}"]
+    lines += [f"  stderr    {result.stderr[:600]!a}"]
     if is_verbose:
-        lines += [f"  stdout    {ascii(result.stdout[:600])}"]
+        lines += [f"  stdout    {result.stdout[:600]!a}"]
     if found or is_verbose:
         kept = keep / f"{seed}-{number}"
         remove(kept)

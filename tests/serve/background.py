@@ -96,7 +96,7 @@ def run(pipe, function, arguments):
     raise_file_limit()
     try:
         message = "result", asyncio.run(function(Session(pipe), *arguments))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the parent process raises it
         message = "error", f"{type(error).__name__}: {error}"
     pipe.send(message)
 

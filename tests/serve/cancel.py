@@ -205,24 +205,24 @@ def shutdown_under_load(options, report):
     report.add("second signal", "ends at once", figure, exit_s < 0.25 and code == 130)
 
 
+async def kill_under_load(server, prompts):
+    """Kills a server that answers 8 requests. Returns the time at which the server was killed."""
+    bodies = [prompts.completion(32, 400, stream=True) for _ in range(8)]
+    requests = [asyncio.ensure_future(ask(server.port, PATH, body)) for body in bodies]
+    await asyncio.sleep(0.5)
+    server.process.kill()
+    killed = time.perf_counter()
+    await asyncio.gather(*requests, return_exceptions=True)
+    return killed
+
+
 def restart(options, report):
     """Kills a server while it answers, and starts a new server. Measures the time until the new server is ready."""
     turns, times, answered = (1 if options.short else 3), [], []
     server = Server(options)
     for _ in range(turns):
         with server:
-            prompts = Prompts(server.port)
-
-            async def kill_under_load():
-                bodies = [prompts.completion(32, 400, stream=True) for _ in range(8)]
-                requests = [asyncio.ensure_future(ask(server.port, PATH, body)) for body in bodies]
-                await asyncio.sleep(0.5)
-                server.process.kill()
-                killed = time.perf_counter()
-                await asyncio.gather(*requests, return_exceptions=True)
-                return killed
-
-            killed = asyncio.run(kill_under_load())
+            killed = asyncio.run(kill_under_load(server, Prompts(server.port)))
             server.process.wait(30)
         server = Server(options)
         times.append(time.perf_counter() - killed)

@@ -121,7 +121,8 @@ def idle_connections(options, report):
             with Background(hold_connections, server.port, 0):
                 without_idle.append(asyncio.run(run_streams(server.port, prompts, stream_count, 64)))
             with Background(hold_connections, server.port, count) as idle:
-                kilobytes = (server.rss() - before) / count / 1000 if turn == 0 else kilobytes
+                if turn == 0:
+                    kilobytes = (server.rss() - before) / count / 1000
                 with_idle.append(asyncio.run(run_streams(server.port, prompts, stream_count, 64)))
             errors += idle.result
         faults = server.faults()

@@ -87,7 +87,7 @@ def main():
     raise_file_limit()
     with Server(options) as server:
         prompts, runs = Prompts(server.port), []
-        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         result = {"command": command(), "date": date, "inferno": describe(server), "machine": machine()}
         result |= {"start_s": server.start_s, "prompt_tokens": options.prompt, "generated_tokens": options.generate}
         for clients in map(int, options.clients.split(",")):

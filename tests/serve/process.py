@@ -23,7 +23,7 @@ class Server:
     def __init__(self, options, *flags, keys=()):
         self.keys = keys
         # With delete=True, a client process that is forked from this one could delete the log of the running server.
-        self.log = tempfile.NamedTemporaryFile(prefix="inferno-serve-", suffix=".log", delete=False)
+        self.log = tempfile.NamedTemporaryFile(prefix="inferno-serve-", suffix=".log", delete=False)  # noqa: SIM115
         command = [options.program, "serve", options.model, "--port", "0", *options.flags, *flags]
         if options.device:
             command += ["--device", options.device]

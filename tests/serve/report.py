@@ -43,7 +43,7 @@ class Report:
         failed = [row["name"] for row in self.rows if row["passed"] is False]
         result = {
             "command": command(),
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "inferno": self.server,
             "machine": machine(),
             "seconds": round(time.monotonic() - self.started, 1),
@@ -66,7 +66,8 @@ def command():
 def describe(server):
     """Returns the version, the model and the context length of a server."""
     models = json.loads(server.get("/v1/models")[1])["data"][0]
-    version = subprocess.run([server.process.args[0], "--version"], capture_output=True, text=True).stdout.strip()
+    command = [server.process.args[0], "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return {"version": version, "model": models["id"], "context": models["max_model_len"]}
 
 
