@@ -55,6 +55,16 @@ function sees(page, selector, text) {
   }, selector, text);
 }
 
+/** Waits until the browser has stored a conversation that contains `text`. */
+function stored(page, text) {
+  return page.waitFor(async (part) => {
+    const { ConversationStore } = await import("./store.js");
+    const store = new ConversationStore();
+    await store.open(null);
+    return JSON.stringify(await store.all()).includes(part);
+  }, text);
+}
+
 function isHidden(page, selector) {
   return page.evaluate((wanted) => !document.querySelector(wanted)?.checkVisibility(), selector);
 }
@@ -173,8 +183,7 @@ test("a reload keeps conversations and their branches", async ({ page }) => {
 
 test("a reload during an answer keeps the part that arrived", async ({ page }) => {
   await send(page, "slow answer");
-  await page.waitFor(() => document.querySelector(".answer .markdown")?.textContent.length > 60);
-  await new Promise((resolve) => setTimeout(resolve, 1100)); // the page saves once a second
+  await stored(page, "One word after another");
   await page.reload();
   await answered(page, 1);
   await sees(page, ".answer .markdown", "One word after another");
@@ -658,6 +667,7 @@ test("the live view reads metrics only while it is open", async ({ page }) => {
   assert.ok(values.every((value) => !/NaN|undefined|Infinity/.test(value)), values);
   await page.click("#toggle-server");
   const count = polls();
+  // There is no event to wait for: the test shows that no request follows within 1.5 s. An open panel sends one per second.
   await new Promise((resolve) => setTimeout(resolve, 1500));
   assert.ok(polls() <= count + 1);
 });
