@@ -6,9 +6,11 @@
 //!   Defaults in docs/tuning.md agree with `inferno serve --help`.
 //! - `benchmarks`: the main speeds and memory sizes agree with benches/results, which has exactly the files that the
 //!   pages name, and figures in docs/tuning.md agree with other pages.
+//! - `constants`: numbers that the name of a constant follows are its value.
 //! - `unsafe_code`: docs/unsafe.md lists all unsafe code.
 
 mod benchmarks;
+mod constants;
 mod members;
 mod names;
 mod reference;
