@@ -15,7 +15,7 @@ const MAX_BLOCKS: usize = 32;
 
 /// The indices of (token, expert) pairs, sorted by expert.
 /// `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
-pub(super) struct SortedPairs {
+pub(in crate::kernels::moe) struct SortedPairs {
     /// The indices of the pairs: u32 `[pairs]`.
     pub sorted: Tensor,
     /// The index in `sorted` of each expert's first pair, then the number of pairs: u32 `[experts + 1]`.
@@ -26,7 +26,11 @@ pub(super) struct SortedPairs {
 
 /// Sorts (token, expert) pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
 /// An id that is not less than `experts` counts as the last expert.
-pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
+pub(in crate::kernels::moe) fn sort_by_expert(
+    device: &CudaDevice,
+    ids: &Tensor,
+    experts: usize,
+) -> Result<SortedPairs> {
     if !(1..=MAX_EXPERTS).contains(&experts) {
         bail!("cannot sort pairs: there are {experts} experts, expected 1 to {MAX_EXPERTS}");
     }
