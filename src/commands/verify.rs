@@ -34,7 +34,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let result = hub.verify(args.model.as_deref(), args.revision.as_deref(), &progress);
     progress.finish();
     let mut out = std::io::stdout().lock();
-    let (mut models, mut files, mut failure, mut has_warned) = (0, 0, None, false);
+    let mut models = 0;
+    let mut files = 0;
+    let mut failure = None;
+    let mut has_warned = false;
     for checked in result? {
         let bad_files = bad_files(&checked);
         if !bad_files.is_empty() || !args.quiet {

@@ -202,7 +202,8 @@ mod tests {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (random >> 33) as usize % below
         };
-        let (mut memory, mut driver) = (ReusedMemory::default(), MockDriver::new(usize::MAX));
+        let mut memory = ReusedMemory::default();
+        let mut driver = MockDriver::new(usize::MAX);
         let mut in_use: BTreeMap<u64, usize> = BTreeMap::new();
         for _ in 0..20_000 {
             if draw(2) == 0 && !in_use.is_empty() {
@@ -252,7 +253,8 @@ mod tests {
 
     #[test]
     fn repeated_passes_do_not_call_the_driver() {
-        let (mut memory, mut driver) = (ReusedMemory::default(), MockDriver::new(usize::MAX));
+        let mut memory = ReusedMemory::default();
+        let mut driver = MockDriver::new(usize::MAX);
         [2048, 7].into_iter().for_each(|tokens| pass(&mut memory, &mut driver, tokens));
         let (calls, used) = (driver.calls, driver.used());
         // The first two passes have allocated enough memory for all later passes.
@@ -264,7 +266,8 @@ mod tests {
 
     #[test]
     fn unused_segments_are_returned_if_memory_is_short() {
-        let (mut memory, mut driver) = (ReusedMemory::default(), MockDriver::new(200 * MB));
+        let mut memory = ReusedMemory::default();
+        let mut driver = MockDriver::new(200 * MB);
         for address in [20, 30, 40, 50].map(|size| memory.allocate(size * MB, &mut driver).unwrap()) {
             assert!(memory.free(address));
         }

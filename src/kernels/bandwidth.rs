@@ -98,7 +98,8 @@ mod with_cuda {
             unsafe { result::memcpy_dtod_async(address(&to)?, address(&from)?, bytes, stream.cu_stream())? };
             Ok(())
         };
-        let (read_bytes_per_s, copy_bytes_per_s) = (fastest(&read, bytes)?, fastest(&copy, 2 * bytes)?);
+        let read_bytes_per_s = fastest(&read, bytes)?;
+        let copy_bytes_per_s = fastest(&copy, 2 * bytes)?;
         Ok(Some(Bandwidth { read_bytes_per_s, copy_bytes_per_s, buffer_bytes: bytes }))
     }
 }

@@ -66,7 +66,9 @@ impl Inputs<'_> {
         let vectors_match = [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
         let mut tensors = [Some(x), y, y_bias, Some(weight), bias].into_iter().flatten();
         if !y_matches || !vectors_match || tensors.any(|tensor| tensor.dtype() != DType::F32) {
-            let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
+            let x = x.dims();
+            let y = y.map(Tensor::dims);
+            let weight = weight.dims();
             let (bias, y_bias) = (bias.map(Tensor::dims), y_bias.map(Tensor::dims));
             bail!(
                 "cannot compute add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, \
@@ -84,10 +86,12 @@ impl Inputs<'_> {
             (Some(y), None) => (x + y)?,
             (None, _) => x.clone(),
         };
-        let (values, weights) = (to_f32(&sum)?, to_f32(weight)?);
+        let values = to_f32(&sum)?;
+        let weights = to_f32(weight)?;
         let (values, values_layout) = values.storage_and_layout();
         let (weights, weights_layout) = weights.storage_and_layout();
-        let (values, weights) = (elements(&values, values_layout)?, elements(&weights, weights_layout)?);
+        let values = elements(&values, values_layout)?;
+        let weights = elements(&weights, weights_layout)?;
         let bias = bias.map(Tensor::to_vec1::<f32>).transpose()?;
         let normed = reference(values, weights, bias.as_deref(), eps);
         let normed = Tensor::from_vec(normed, x.dims(), &Device::Cpu)?.to_dtype(dtype)?;

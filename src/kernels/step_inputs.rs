@@ -43,7 +43,9 @@ impl StepInputs {
     /// The caller must then leave the range unchanged until the kernel has ended.
     /// If the description does not fit, copies it to the device, which may wait for earlier steps.
     pub fn write(&self, inputs: &Tensor, tokens: &Tensor, range: HostWordRange) -> Result<()> {
-        let (rows, others, changes) = (self.ids.len(), self.words.len(), self.changes.len());
+        let rows = self.ids.len();
+        let others = self.words.len();
+        let changes = self.changes.len();
         let (total, available) = (inputs.dims1()?, tokens.dims1()?);
         let Device::Cuda(device) = inputs.device() else { return super::unsupported("set_step_inputs", inputs) };
         let is_valid = self.sources.len() == rows

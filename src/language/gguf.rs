@@ -73,7 +73,8 @@ fn chat_format(
         Some(SpecialToken { name: name.to_string(), text })
     };
     let named = named.into_iter().filter_map(token).collect();
-    let (template, tool_use) = (checkpoint.chat_template(None)?, checkpoint.chat_template(Some("tool_use"))?);
+    let template = checkpoint.chat_template(None)?;
+    let tool_use = checkpoint.chat_template(Some("tool_use"))?;
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, tool_use, named))
 }
 
@@ -83,7 +84,8 @@ fn chat_format(
 fn from_folder(checkpoint: &GgufCheckpoint, dir: &Path) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());
     let tokenizer = Tokenizer::from_dir(dir).with_context(missing)?;
-    let (template, tool_use) = (checkpoint.chat_template(None)?, checkpoint.chat_template(Some("tool_use"))?);
+    let template = checkpoint.chat_template(None)?;
+    let tool_use = checkpoint.chat_template(Some("tool_use"))?;
     let chat = match template {
         Some(_) => ChatFormat::from_template(&tokenizer, &file_name(checkpoint), template, tool_use, Vec::new()),
         None => ChatFormat::load(dir, &tokenizer)?,

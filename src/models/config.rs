@@ -233,7 +233,8 @@ impl CommonConfig {
 
     /// Returns a decoder config with Llama's options.
     pub fn decoder_config(&self, cache_layers: Vec<LayerSpec>, context: usize) -> Result<DecoderConfig> {
-        let (norm, frequencies) = (NormConfig::rms(self.rms_norm_eps), self.frequencies(context)?);
+        let norm = NormConfig::rms(self.rms_norm_eps);
+        let frequencies = self.frequencies(context)?;
         Ok(DecoderConfig {
             tie_word_embeddings: self.tie_word_embeddings,
             cache_layers,

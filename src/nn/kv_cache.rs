@@ -90,7 +90,8 @@ impl CacheLayout {
         let row_elements = layers.iter().map(|layer| layer.kv_heads.saturating_mul(layer.head_dim)).max().unwrap_or(0);
         let classes = window_classes(layers);
         let layers_per_group = classes.iter().map(|class| class.layers.len()).min().unwrap_or(0);
-        let (mut windows, mut places) = (Vec::new(), vec![LayerPlace { group: 0, index: 0 }; layers.len()]);
+        let mut windows = Vec::new();
+        let mut places = vec![LayerPlace { group: 0, index: 0 }; layers.len()];
         for class in classes {
             let (first, groups) = (windows.len(), class.layers.len().div_ceil(layers_per_group));
             // Assign the layers to the groups in turn, so that any range of layers is spread evenly over the groups.

@@ -269,7 +269,8 @@ impl ClampedMoe {
 /// Returns the results of `forward` for all rows of x, `[tokens, hidden]`. Every token has `experts_per_token` experts.
 /// Divides x if there are more than [`MAX_PAIRS`] (token, expert) pairs, the limit of one launch of the expert kernels.
 fn in_launches(x: &Tensor, experts_per_token: usize, forward: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
-    let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / experts_per_token);
+    let tokens = x.dim(0)?;
+    let limit = MAX_PAIRS / experts_per_token;
     if tokens <= limit {
         return forward(x);
     }

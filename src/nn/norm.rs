@@ -92,7 +92,10 @@ mod tests {
             let count = shape.iter().product::<usize>() as i64;
             Tensor::from_iter((start..start + count).map(value), &Device::Cpu).unwrap().reshape(shape).unwrap()
         };
-        let (x, weight, bias, eps) = (tensor(&[5, 24], 0), tensor(&[24], 7), tensor(&[24], 90), 1e-5);
+        let x = tensor(&[5, 24], 0);
+        let weight = tensor(&[24], 7);
+        let bias = tensor(&[24], 90);
+        let eps = 1e-5;
 
         let rms = Norm { weight: weight.clone(), bias: None, eps };
         let expected = candle_nn::ops::rms_norm(&x, &weight, eps).unwrap();

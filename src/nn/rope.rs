@@ -205,7 +205,8 @@ impl RopeScaling<'_> {
     /// Computes the frequencies of Llama 3.1. Low frequencies are divided by `factor`, and high frequencies are kept.
     /// Frequencies in between become a blend of the divided and the original frequency.
     fn llama3(&self) -> Result<RopeFrequencies> {
-        let (factor, original_length) = (self.factor()? as f32, self.original_length as f32);
+        let factor = self.factor()? as f32;
+        let original_length = self.original_length as f32;
         let low = self.parameters.low_freq_factor.unwrap_or(1.0) as f32;
         let high = self.parameters.high_freq_factor.unwrap_or(4.0) as f32;
         if high <= low {
@@ -259,7 +260,8 @@ impl RopeScaling<'_> {
     /// frequencies are kept. In between, a linear ramp blends the divided and the original frequency.
     /// YaRN also scales cos and sin.
     fn yarn(&self) -> Result<RopeFrequencies> {
-        let (parameters, factor) = (self.parameters, self.factor()?);
+        let parameters = self.parameters;
+        let factor = self.factor()?;
         let (theta, original_length) = (self.theta as f32 as f64, self.original_length as f64);
         let dim = 2 * self.unscaled.len();
         let concentration = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };
@@ -281,7 +283,8 @@ impl RopeScaling<'_> {
         if parameters.truncate.unwrap_or(true) {
             (low, high) = (low.floor(), high.ceil());
         }
-        let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+        let low = low.max(0.0);
+        let mut high = high.min(dim as f64 - 1.0);
         if low == high {
             // Prevent a division by zero.
             high += 0.001;
@@ -334,7 +337,11 @@ mod tests {
 
     #[test]
     fn rotation_agrees_with_candle_nn() {
-        let (tokens, heads, kv_heads, head_dim, first) = (7, 3, 1, 8, 2);
+        let tokens = 7;
+        let heads = 3;
+        let kv_heads = 1;
+        let head_dim = 8;
+        let first = 2;
         let frequencies = RopeFrequencies { inv_freq: vec![1.0, 0.3, 0.1, 0.02], attention_factor: 1.0 };
         let rotary = RotaryEmbedding::new(&frequencies, 16, &Device::Cpu).unwrap();
         let count = tokens * (heads + 2 * kv_heads) * head_dim;
@@ -345,7 +352,9 @@ mod tests {
         let sizes = HeadSizes { heads, kv_heads, head_dim };
         let cache = Tensor::zeros((BLOCK_TOKENS, kv_heads, head_dim), DType::F32, &Device::Cpu).unwrap();
         let layer = CachedLayer { k: &cache, v: &cache };
-        let (terms, rotation, slots) = (qkv.unsqueeze(0).unwrap(), rotary.rotation(&positions), &positions);
+        let terms = qkv.unsqueeze(0).unwrap();
+        let rotation = rotary.rotation(&positions);
+        let slots = &positions;
         let inputs = SplitQkvInputs { qkv: &terms, bias: None, norms: None, rotation, sizes, layer, slots };
         let q = split_qkv(inputs).unwrap();
 

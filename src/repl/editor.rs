@@ -65,7 +65,9 @@ impl LineEditor {
             .bracketed_paste(true)
             .build();
         let mut editor = Editor::with_config(config).context("cannot use this terminal")?;
-        let (sent_to_editor, suspended, draft) = (SharedText::default(), SharedText::default(), SharedText::default());
+        let sent_to_editor = SharedText::default();
+        let suspended = SharedText::default();
+        let draft = SharedText::default();
         editor.set_helper(Some(LineHelper { files: FilenameCompleter::new(), model_names, draft: draft.clone() }));
         let ctrl_g = EventHandler::Conditional(Box::new(EndLine(sent_to_editor.clone())));
         editor.bind_sequence(KeyEvent::ctrl('G'), ctrl_g);

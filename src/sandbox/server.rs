@@ -28,7 +28,8 @@ pub fn run() -> i32 {
 fn serve() -> Result<()> {
     close_inherited_files();
     limits::disable_core_dumps()?;
-    let (mut input, mut output) = (BufReader::new(stdin().lock()), BufWriter::new(stdout().lock()));
+    let mut input = BufReader::new(stdin().lock());
+    let mut output = BufWriter::new(stdout().lock());
     let mut language = None;
     while let Some(request) = protocol::read::<SandboxRequest>(&mut input)? {
         Budget::of(&request.header, &request.body).enforce()?;

@@ -99,7 +99,9 @@ impl TokenTable {
         let decoder = guarded("load the decoder of the tokenizer", || decoder.map(serde_json::from_value).transpose())?;
         let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
         control_ids.sort_unstable();
-        let (text, ids, ends) = (String::new(), Vec::new(), Vec::new());
+        let text = String::new();
+        let ids = Vec::new();
+        let ends = Vec::new();
         Ok(Self { text, ids, ends, controls, control_ids, decoder, is_byte_level, normalizes_controls })
     }
 

@@ -122,7 +122,8 @@ impl HarmonyParser {
     fn text(&mut self, tokenizer: &Tokenizer, id: u32, out: &mut Vec<Delta>) -> Result<()> {
         match &mut self.state {
             HarmonyState::Content { channel, stream } => {
-                let (channel, text) = (*channel, stream.push(tokenizer, id)?);
+                let channel = *channel;
+                let text = stream.push(tokenizer, id)?;
                 self.emit(channel, text, out);
             }
             HarmonyState::Between => {

@@ -63,7 +63,9 @@ enum Quote {
 impl BareCalls {
     /// Creates a reader for calls of the tools with these names.
     pub fn new(names: Vec<String>) -> Self {
-        let (state, key, quote) = (BareCallState::BeforeCall, KEYS[0], Quote::Outside);
+        let state = BareCallState::BeforeCall;
+        let key = KEYS[0];
+        let quote = Quote::Outside;
         Self { names, read: 0, state, key, word: Vec::new(), depth: 0, quote }
     }
 

@@ -117,7 +117,9 @@ impl<'t> Marker<'t> {
         }
         let mut ids = Vec::new();
         // The text before `begin` is already encoded. `control_end` is the end of the last unmarked control token.
-        let (mut begin, mut control_end, mut at) = (0, 0, 0);
+        let mut begin = 0;
+        let mut control_end = 0;
+        let mut at = 0;
         while at < rendered.len() {
             // A one-character control token with a mark after it comes from the input, so it is ordinary text.
             let control = self.control_at(&rendered, at);

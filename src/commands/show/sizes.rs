@@ -105,7 +105,8 @@ impl ConfigSizes {
         let within = |size: Option<u64>, limit: usize| {
             size.and_then(|size| usize::try_from(size).ok()).filter(|size| (1..=limit).contains(size))
         };
-        let (layers, kv_heads) = (within(self.layers, 4096)?, within(self.kv_heads, 1 << 16)?);
+        let layers = within(self.layers, 4096)?;
+        let kv_heads = within(self.kv_heads, 1 << 16)?;
         let head_dim = within(self.head_dim, 1 << 16)?;
         let window = within(self.sliding_window, 1 << 24);
         let sliding = within(self.sliding_layers, layers).unwrap_or(0);

@@ -46,7 +46,9 @@ impl Session {
         let mut notes = Vec::new();
         let visible = if self.raw { Vec::new() } else { self.fit_context(&messages, &mut notes)? };
 
-        let (render, options, chosen) = (self.render_options(), self.next_options(), self.all_settings());
+        let render = self.render_options();
+        let options = self.next_options();
+        let chosen = self.all_settings();
         let prompt = if self.raw { TurnPrompt::Text(text) } else { TurnPrompt::Chat(&visible) };
         let request = TurnRequest { prompt, render, options, chosen: &chosen };
         let (mut answer, mut reasoning) = (String::new(), String::new());

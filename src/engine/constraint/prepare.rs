@@ -68,7 +68,8 @@ fn run_limited<T: Send + 'static>(
     let thread = thread::Builder::new().name("inferno-grammar".into()).stack_size(COMPILE_STACK);
     thread.spawn(run).context("cannot start a thread to compile a grammar")?;
     let too_slow = || invalid(name, &format!("compiling takes more than {} ms of CPU time", limits.cpu.as_millis()));
-    let (deadline, mut known) = (Instant::now() + limits.wait, None);
+    let deadline = Instant::now() + limits.wait;
+    let mut known = None;
     while Instant::now() < deadline {
         match result.recv_timeout(COMPILE_POLL) {
             Ok((Err(problem), _)) => return Err(problem),

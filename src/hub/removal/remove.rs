@@ -166,7 +166,8 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     let (removed, remaining): (Vec<PathBuf>, Vec<PathBuf>) = walk(&repo.path.join("snapshots"))?
         .into_iter()
         .partition(|path| files.contains(path) || dirs.iter().any(|dir| path.starts_with(dir)));
-    let (removed_blobs, remaining_blobs) = (linked_blobs(&removed)?, linked_blobs(&remaining)?);
+    let removed_blobs = linked_blobs(&removed)?;
+    let remaining_blobs = linked_blobs(&remaining)?;
     let refs = read_refs(repo)?;
 
     // Delete refs before links, and links before blobs, so that no ref or link points to a deleted target.

@@ -85,7 +85,8 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
         let rows: Vec<u32> = visible.map(|position| slot(table, position)).collect();
         let rows = Tensor::new(rows, q.device())?;
         let (k, v) = (layer.k.index_select(&rows, 0)?, layer.v.index_select(&rows, 0)?);
-        let (q, part) = (q.narrow(0, span.first, span.tokens)?.contiguous()?, out.narrow(0, span.first, span.tokens)?);
+        let q = q.narrow(0, span.first, span.tokens)?.contiguous()?;
+        let part = out.narrow(0, span.first, span.tokens)?;
         attend(device, (&q, &k, &v), sinks, mask, &part)?;
     }
     Ok(())

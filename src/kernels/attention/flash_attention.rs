@@ -145,7 +145,8 @@ impl FlashAttention {
         }
         let rows = tokens * heads_per_kv;
         let counts = RowCounts::of_sequences(std::iter::repeat_n(rows, sequences));
-        let (gpu, dtype) = (gpu_limits(device)?, q.dtype());
+        let gpu = gpu_limits(device)?;
+        let dtype = q.dtype();
         let kernel = choose_kernel(gpu, shape, dtype, mask, counts)?;
         let row_tiles = sequences * rows.div_ceil(kernel.rows);
         let grid = TileGrid { row_tiles, partitions: kernel.partitions(gpu, shape.kv_heads, row_tiles, mask) };
@@ -174,7 +175,9 @@ impl FlashAttention {
             return Ok(vec![Self::new(device, q, layer, tokens, mask)?]);
         }
         let shape = AttentionShape::of_tensors(q, layer, None)?;
-        let (heads_per_kv, gpu, dtype) = (shape.heads / shape.kv_heads, gpu_limits(device)?, q.dtype());
+        let heads_per_kv = shape.heads / shape.kv_heads;
+        let gpu = gpu_limits(device)?;
+        let dtype = q.dtype();
         let mut launches = Vec::with_capacity(2);
         for has_few_rows in [true, false] {
             let spans = queries.spans().iter().filter(|span| span.has_few_rows(heads_per_kv) == has_few_rows);
@@ -293,7 +296,9 @@ impl FlashAttention {
         let shape = AttentionShape::of_tensors(q, layer, sinks)?;
         let has_dtype = q.dtype() == self.dtype && out.dtype() == self.dtype;
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
-            let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
+            let q_dtype = q.dtype();
+            let out_dtype = out.dtype();
+            let out = out.dims();
             bail!(
                 "cannot compute attention: expected {:?}, got {shape:?} with q {q_dtype:?} \
                  and out {out:?} {out_dtype:?}",

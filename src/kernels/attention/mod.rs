@@ -54,7 +54,9 @@ pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<T
     match q.device() {
         Device::Cpu => {
             let sinks = sinks.map(Tensor::to_vec1::<f32>).transpose()?;
-            let (q_f32, k, v) = (to_f32(q)?, to_f32(layer.k)?, to_f32(layer.v)?);
+            let q_f32 = to_f32(q)?;
+            let k = to_f32(layer.k)?;
+            let v = to_f32(layer.v)?;
             let ((q_f32, ql), (k, kl), (v, vl)) =
                 (q_f32.storage_and_layout(), k.storage_and_layout(), v.storage_and_layout());
             let reference_inputs = ReferenceInputs {

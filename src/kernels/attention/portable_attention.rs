@@ -57,7 +57,9 @@ mod with_cuda {
         let AttentionInputs { q, layer: CachedLayer { k, v }, queries, blocks, sinks, mask, sum_order } = inputs;
         let (tokens, heads, head_dim) = q.dims3()?;
         let (_, kv_heads, _) = k.dims3()?;
-        let (positions, sequences, tables) = (queries.positions(), queries.sequences(), &blocks.tables);
+        let positions = queries.positions();
+        let sequences = queries.sequences();
+        let tables = &blocks.tables;
         let raw = RawArguments {
             q: address(q)?,
             k: address(k)?,

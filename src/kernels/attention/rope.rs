@@ -86,7 +86,8 @@ fn split_qkv_on_cpu(inputs: SplitQkvInputs) -> Result<Tensor> {
     let qkv = qkv.sum(0)?;
     let qkv = bias.map_or_else(|| Ok(qkv.clone()), |bias| qkv.broadcast_add(bias))?;
     let x = qkv.flatten_all()?.to_vec1::<f32>()?;
-    let (cos, sin) = (cos.flatten_all()?.to_vec1::<f32>()?, sin.flatten_all()?.to_vec1::<f32>()?);
+    let cos = cos.flatten_all()?.to_vec1::<f32>()?;
+    let sin = sin.flatten_all()?.to_vec1::<f32>()?;
     let positions = positions.to_vec1::<u32>()?;
     let norms = norms
         .map(|QkNorm { q, k, eps }| Ok::<_, candle_core::Error>(NormWeights { q: q.to_vec1()?, k: k.to_vec1()?, eps }));
@@ -115,17 +116,22 @@ fn check_inputs(inputs: SplitQkvInputs) -> Result<()> {
         bail!("cannot compute split_qkv: unsupported shapes: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
-        let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
+        let cos = cos.dims();
+        let sin = sin.dims();
+        let positions = positions.dims();
         bail!(
             "cannot compute split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, \
              head_dim {head_dim}"
         );
     }
     let CachedLayer { k: k_rows, v: v_rows } = layer;
-    let (rows, dtype) = (k_rows.dim(0)?, k_rows.dtype());
+    let rows = k_rows.dim(0)?;
+    let dtype = k_rows.dtype();
     let has_rows = k_rows.dims() == [rows, kv_heads, head_dim] && v_rows.dims() == k_rows.dims();
     if !has_rows || v_rows.dtype() != dtype || slots.dims() != [tokens] || slots.dtype() != DType::U32 {
-        let (k, v, slots) = (k_rows.dims(), v_rows.dims(), slots.dims());
+        let k = k_rows.dims();
+        let v = v_rows.dims();
+        let slots = slots.dims();
         bail!(
             "cannot compute split_qkv: k {k:?}, v {v:?} or slots {slots:?} has the wrong shape or dtype for {sizes:?}, \
              {tokens} tokens"
@@ -245,7 +251,9 @@ mod with_cuda {
         let Rotation { cos, sin, positions } = rotation;
         let HeadSizes { heads, kv_heads, head_dim } = sizes;
         let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
-        let ((terms, tokens, _), (_, half), dtype) = (qkv.dims3()?, cos.dims2()?, k.dtype());
+        let (terms, tokens, _) = qkv.dims3()?;
+        let (_, half) = cos.dims2()?;
+        let dtype = k.dtype();
         // SAFETY: the kernel writes every element of `q`.
         let q = unsafe { scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
         let raw = RawArguments {

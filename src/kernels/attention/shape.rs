@@ -55,7 +55,9 @@ impl AttentionShape {
             );
         }
         if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
-            let (q, k, v) = (q.dtype(), k.dtype(), v.dtype());
+            let q = q.dtype();
+            let k = k.dtype();
+            let v = v.dtype();
             bail!("cannot compute attention: dtypes do not match: q {q:?}, k {k:?}, v {v:?}");
         }
         if let Some(sinks) = sinks

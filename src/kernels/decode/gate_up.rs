@@ -30,7 +30,8 @@ pub fn add_gate_up(
     activation: Activation,
     h: &Tensor,
 ) -> Result<()> {
-    let (rows, columns) = (h.dims1()?, buffers.x.dims1()?);
+    let rows = h.dims1()?;
+    let columns = buffers.x.dims1()?;
     check_f32("the norm weight", norm.weight, columns)?;
     for projection in [gate, up] {
         check_weight(projection.weight, rows, columns, h.dtype())?;

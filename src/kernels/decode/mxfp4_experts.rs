@@ -52,7 +52,8 @@ pub fn add_mxfp4_gate_up(
     limit: f32,
     expert_buffers: &ExpertBuffers,
 ) -> Result<()> {
-    let ((chosen, intermediate), columns) = (expert_buffers.h.dims2()?, buffers.x.dims1()?);
+    let (chosen, intermediate) = expert_buffers.h.dims2()?;
+    let columns = buffers.x.dims1()?;
     let experts = expert_buffers.logits.dims1()?;
     check("the number of chosen experts", chosen <= MAX_CHOSEN_MXFP4.min(experts), &expert_buffers.h)?;
     check("the expert tiles", weights.dims() == (experts, 2 * intermediate, columns), weights.blocks())?;

@@ -78,7 +78,8 @@ pub fn add_qkv(
 ) -> Result<()> {
     let QkvProjection { weight, bias, cos, sin, q, layer: CachedLayer { k, v }, table, qk_norm } = *projection;
     let ((heads, head_dim), (_, kv_heads, kv_dim)) = (q.dims2()?, k.dims3()?);
-    let (columns, rows) = (buffers.x.dims1()?, (heads + 2 * kv_heads) * head_dim);
+    let columns = buffers.x.dims1()?;
+    let rows = (heads + 2 * kv_heads) * head_dim;
     let (_, half_rotated) = cos.dims2()?;
     let dtype = q.dtype();
     check_weight(weight, rows, columns, dtype)?;

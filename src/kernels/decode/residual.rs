@@ -32,7 +32,8 @@ pub fn add_residual(
     bias: Option<&Tensor>,
     post_norm: Option<PostNorm>,
 ) -> Result<()> {
-    let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
+    let rows = buffers.x.dims1()?;
+    let columns = y.elem_count();
     check_weight(weight, rows, columns, y.dtype())?;
     // The sum over the ranks must contain the bias only once.
     let bias = bias.filter(|_| buffers.layer_world.is_first());

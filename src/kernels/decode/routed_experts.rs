@@ -22,7 +22,9 @@ pub fn add_routed_gate_up(
     logits: &Tensor,
     h: &Tensor,
 ) -> Result<()> {
-    let ((chosen, rows), columns, experts) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
+    let (chosen, rows) = h.dims2()?;
+    let columns = buffers.x.dims1()?;
+    let experts = logits.dims1()?;
     check_logits(logits, chosen)?;
     check_weight(weight, experts * 2 * rows, columns, h.dtype())?;
     check_f32("the norm weight", norm.weight, columns)?;
@@ -61,7 +63,9 @@ pub fn add_routed_down(
     softmax: Softmax,
     h: &Tensor,
 ) -> Result<()> {
-    let ((chosen, columns), rows, experts) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
+    let (chosen, columns) = h.dims2()?;
+    let rows = buffers.x.dims1()?;
+    let experts = logits.dims1()?;
     check_logits(logits, chosen)?;
     check_weight(weight, experts * rows, columns, h.dtype())?;
     let arguments = Arguments::new()

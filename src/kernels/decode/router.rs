@@ -21,7 +21,8 @@ pub fn add_router(
     logits: &Tensor,
     mxfp4: Option<&ExpertBuffers>,
 ) -> Result<()> {
-    let (experts, columns) = (logits.dims1()?, buffers.x.dims1()?);
+    let experts = logits.dims1()?;
+    let columns = buffers.x.dims1()?;
     check_f32("the router logits", logits, experts)?;
     let fits = weight.dtype() == DType::F32 && weight.dims() == [experts, columns] && columns % 8 == 0;
     check("the router weight", fits, weight)?;

@@ -140,7 +140,9 @@ impl GpuExchange {
             }
         };
         if !partial_fits || weight.dims() != [columns] || bias.is_some_and(|bias| bias.dims() != [columns]) {
-            let (x, weight, bias) = (x.dims(), weight.dims(), bias.map(Tensor::dims));
+            let x = x.dims();
+            let weight = weight.dims();
+            let bias = bias.map(Tensor::dims);
             bail!(
                 "cannot update the residual stream: x {x:?}, the partial result {partial:?}, weight {weight:?} and \
                  bias {bias:?} do not match"
@@ -191,7 +193,8 @@ impl GpuExchange {
         let (rows, columns) = update.x.dims2()?;
         // SAFETY: the kernel writes every element of `sum` and `normed`.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, update.x.device()) };
-        let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
+        let sum = empty(DType::F32)?;
+        let normed = empty(update.dtype)?;
         let kernel = if rounds_to_bf16 { UpdateKernel::AllRowsRounded } else { UpdateKernel::AllRowsExact };
         let launch = self.update_launch(kernel, update, &sum, &normed, 0..rows)?;
         // SAFETY: `queue_update` has checked all shapes and dtypes. The mailboxes live as long as `self`.
@@ -209,7 +212,8 @@ impl GpuExchange {
         // SAFETY: the kernel writes every element of `normed`, and this rank's rows of `sum`.
         // The result is marked as divided, so callers read only these rows of `sum`.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, update.x.device()) };
-        let (sum, normed) = (empty(DType::F32)?, empty(update.dtype)?);
+        let sum = empty(DType::F32)?;
+        let normed = empty(update.dtype)?;
         for range in ranges {
             let launch = self.update_launch(UpdateKernel::OwnRows, update, &sum, &normed, range)?;
             // SAFETY: `queue_update` has checked all shapes and dtypes. The mailboxes live as long as `self`.
@@ -337,7 +341,8 @@ impl GpuExchange {
             let row_in_bf16 = Tensor::zeros((1, columns), DType::BF16, &device)?;
             let (terms, outputs) = (row.unsqueeze(0)?, row_in_bf16.unsqueeze(0)?);
             let weights = Tensor::zeros((1, 1), DType::F32, &device)?;
-            let (weight, eps) = (&row.get(0)?, 0.0);
+            let weight = &row.get(0)?;
+            let eps = 0.0;
             for partial in [
                 PartialResult::Rows(&row),
                 PartialResult::Rows(&row_in_bf16),

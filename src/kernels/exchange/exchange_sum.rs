@@ -170,7 +170,9 @@ impl GpuExchange {
         let from = x.to_dtype(DType::F32)?.contiguous()?;
         // SAFETY: the kernels write every element of `out`.
         let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
-        let (from, sums, elements) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
+        let from = from.flatten_all()?;
+        let sums = out.flatten_all()?;
+        let elements = x.elem_count();
         for start in (0..elements).step_by(max_elements) {
             let count = max_elements.min(elements - start);
             let launch = launch(&from.narrow(0, start, count)?, &sums.narrow(0, start, count)?)?;

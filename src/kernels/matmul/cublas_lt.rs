@@ -227,7 +227,8 @@ unsafe fn multiply(
     }
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
-    let (handle, types) = (handle(device)?, ProductTypes::new(elements)?);
+    let handle = handle(device)?;
+    let types = ProductTypes::new(elements)?;
     let alignment = MAX_ALIGNMENT.min(1 << (w | x | out).trailing_zeros().min(8));
     let class = ProductSizes { tokens: size_class(sizes.tokens), ..sizes };
     let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };

@@ -58,7 +58,9 @@ pub fn expert_matmul(
     if let Some(bias) = bias
         && (bias.dims() != [experts, rows] || bias.dtype() != x.dtype())
     {
-        let (dtype, dims, expected) = (bias.dtype(), bias.dims(), x.dtype());
+        let dtype = bias.dtype();
+        let dims = bias.dims();
+        let expected = x.dtype();
         bail!("cannot multiply expert weights: bias is {dtype:?} {dims:?}, expected {expected:?} [{experts}, {rows}]");
     }
     if let ExpertWeights::Dense(dense) = weights
@@ -106,7 +108,8 @@ pub fn reference(
     match weights {
         ExpertWeights::Mxfp4 { blocks, scales } => {
             let ((blocks, b), (scales, s)) = (blocks.storage_and_layout(), scales.storage_and_layout());
-            let (blocks, scales) = (elements::<u8>(&blocks, b)?, elements::<u8>(&scales, s)?);
+            let blocks = elements::<u8>(&blocks, b)?;
+            let scales = elements::<u8>(&scales, s)?;
             let groups = columns / MXFP4_BLOCK;
             // Plain loops over arrays are fast even in dev builds (opt-level 1), which do not inline all iterators.
             let dot = |row: usize, x: &[f32]| {

@@ -18,7 +18,8 @@ use crate::kernels::scratch;
 /// The inputs must have the shapes and dtypes that `expert_matmul` checks.
 pub(super) unsafe fn grouped_gemm(device: &CudaDevice, weights: &Tensor, inputs: ExpertInputs) -> Result<Tensor> {
     let ExpertInputs { x, bias, ids, pairs_per_x } = inputs;
-    let ((experts, rows, columns), pairs) = (weights.dims3()?, ids.elem_count());
+    let (experts, rows, columns) = weights.dims3()?;
+    let pairs = ids.elem_count();
     // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty(inputs.output_shape(rows)?, x.dtype(), x.device())? };
     let SortedPairs { sorted, offsets, .. } = sort_by_expert(device, ids, experts)?;

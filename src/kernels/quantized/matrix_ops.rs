@@ -34,7 +34,8 @@ impl QuantizedMatrix {
     ///
     /// `x` is `[tokens, columns]` in any float dtype. First quantizes `x` as `input_quantization` specifies.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
-        let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
+        let (tokens, columns) = x.dims2()?;
+        let (rows, _) = self.dims();
         if columns != self.columns {
             bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), self.dims());
         }

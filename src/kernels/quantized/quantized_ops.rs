@@ -60,7 +60,8 @@ pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -
 ///
 /// `ids` are u32 `[tokens]`. For an id that is not a row index, returns the last row.
 pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
-    let (tokens, (rows, columns)) = (ids.dims1()?, matrix.dims());
+    let tokens = ids.dims1()?;
+    let (rows, columns) = matrix.dims();
     if ids.dtype() != DType::U32 || rows == 0 {
         bail!("cannot look up embeddings: ids are {:?}, expected U32, for {rows} rows", ids.dtype());
     }
@@ -157,7 +158,8 @@ impl OutputColumns<'_> {
 }
 
 fn matvec(device: &CudaDevice, matrix: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
-    let ((tokens, columns), (rows, _)) = (x.dims2()?, matrix.dims());
+    let (tokens, columns) = x.dims2()?;
+    let (rows, _) = matrix.dims();
     let arguments = Arguments::new()
         .tensor(x)?
         .stack(std::slice::from_ref(matrix))?
@@ -189,7 +191,8 @@ pub fn expert_matvec(
     ids: &Tensor,
     pairs_per_x: usize,
 ) -> Result<Tensor> {
-    let ((tokens, chosen), (_, columns)) = (ids.dims2()?, experts.dims());
+    let (tokens, chosen) = ids.dims2()?;
+    let (_, columns) = experts.dims();
     // SAFETY: the kernel writes `rows` elements for each pair of a token and an expert.
     let out = unsafe { scratch::empty((tokens, chosen, rows), x.dtype(), x.device())? };
     let arguments = Arguments::new()
@@ -283,7 +286,8 @@ fn multiply_eight_bit(
     output: OutputColumns,
     eight_bit_type: EightBitType,
 ) -> Result<()> {
-    let (tokens, (rows, _)) = (x.scales.dims1()?, matrix.dims());
+    let tokens = x.scales.dims1()?;
+    let (rows, _) = matrix.dims();
     let (Some(low), Some(weight_scales)) = (&matrix.planes[0], &matrix.planes[2]) else {
         bail!("cannot multiply in 8 bits: format {:?} has no row scales", matrix.format)
     };

@@ -88,10 +88,8 @@ pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec
         bail!("cannot compute log probabilities: chosen tokens {chosen:?} do not match logits {:?}", logits.shape());
     }
     let chosen = Tensor::new(chosen, logits.device())?;
-    let (ids, logprobs) = (
-        Tensor::zeros((rows, count.max(1)), DType::U32, logits.device())?,
-        Tensor::zeros((rows, 1 + count), DType::F32, logits.device())?,
-    );
+    let ids = Tensor::zeros((rows, count.max(1)), DType::U32, logits.device())?;
+    let logprobs = Tensor::zeros((rows, 1 + count), DType::F32, logits.device())?;
     let arguments =
         Arguments::new().tensor(logits)?.tensor(&chosen)?.tensor(&ids)?.tensor(&logprobs)?.int(vocab).int(count);
     let launch = Launch::new(module!("logits"), "top_logprobs", LaunchShape::linear(rows, SAMPLE_THREADS), arguments);

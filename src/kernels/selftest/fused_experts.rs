@@ -36,7 +36,8 @@ pub(super) fn fused_experts(target: CheckTarget, noise: &mut Noise, case: Expert
         let bias = target.put(&noise.tensor(&[experts, rows], DType::BF16)?)?;
         Ok((blocks, scales, bias))
     };
-    let (up, down) = (stack(2 * intermediate, hidden)?, stack(hidden, intermediate)?);
+    let up = stack(2 * intermediate, hidden)?;
+    let down = stack(hidden, intermediate)?;
     if target.device.is_cpu() {
         let weights = |(blocks, scales, _): &(Tensor, Tensor, Tensor)| ExpertWeights::Mxfp4 {
             blocks: blocks.clone(),
@@ -51,7 +52,8 @@ pub(super) fn fused_experts(target: CheckTarget, noise: &mut Noise, case: Expert
         Some(tiles) => Ok(tiles),
         None => bail!("repack rejected the scales, although none exceeds 2"),
     };
-    let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Grouped)?);
+    let up_tiles = tiles(&up, RowOrder::Paired)?;
+    let down_tiles = tiles(&down, RowOrder::Grouped)?;
     let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
     let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
     let routed = RoutedPairs::new(&ids, shares, experts)?;

@@ -245,17 +245,20 @@ enum NormKind {
 }
 
 fn norm(target: CheckTarget, noise: &mut Noise, kind: NormKind) -> Result<Tensor> {
-    let (x, y) = (noise.tensor(&[5, 1027], DType::F32)?, noise.tensor(&[2, 5, 1027], DType::F32)?);
+    let x = noise.tensor(&[5, 1027], DType::F32)?;
+    let y = noise.tensor(&[2, 5, 1027], DType::F32)?;
     let (weight, bias) =
         (target.f32(&noise.tensor(&[1027], DType::F32)?)?, target.f32(&noise.tensor(&[1027], DType::F32)?)?);
     let bias = (kind == NormKind::LayerNorm).then_some(&bias);
-    let (y, y_bias) = (target.f32(&y)?, target.f32(&noise.tensor(&[1027], DType::F32)?)?);
+    let y = target.f32(&y)?;
+    let y_bias = target.f32(&noise.tensor(&[1027], DType::F32)?)?;
     let y = Addend { terms: &y, bias: Some(&y_bias) };
     Ok(add_norm(&target.f32(&x)?, Some(y), &weight, bias, 1e-5, target.dtype)?.1)
 }
 
 fn activation(target: CheckTarget, noise: &mut Noise, activation: Activation) -> Result<Tensor> {
-    let (gate, up) = (noise.tensor(&[3, 257], DType::F32)?, noise.tensor(&[3, 257], DType::F32)?);
+    let gate = noise.tensor(&[3, 257], DType::F32)?;
+    let up = noise.tensor(&[3, 257], DType::F32)?;
     gated(&target.f32(&gate)?, Some(&target.f32(&up)?), activation, target.dtype)
 }
 
@@ -276,19 +279,24 @@ enum QkNorms {
 fn rope(target: CheckTarget, noise: &mut Noise, norms: QkNorms) -> Result<Tensor> {
     let (tokens, sizes) = (5, HeadSizes { heads: 6, kv_heads: 2, head_dim: 24 });
     let (width, head_dim) = (sizes.qkv_rows(), sizes.head_dim);
-    let (cos, sin) = (noise.tensor(&[90, 10], DType::F32)?, noise.tensor(&[90, 10], DType::F32)?);
+    let cos = noise.tensor(&[90, 10], DType::F32)?;
+    let sin = noise.tensor(&[90, 10], DType::F32)?;
     let (cos, sin) = (target.f32(&cos)?, target.f32(&sin)?);
     let positions = target.ids(&[89, 0, 7, 7, 31])?;
-    let (qkv, bias) = (noise.tensor(&[2, tokens, width], DType::F32)?, noise.tensor(&[width], DType::F32)?);
+    let qkv = noise.tensor(&[2, tokens, width], DType::F32)?;
+    let bias = noise.tensor(&[width], DType::F32)?;
     let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
     let (q_norm, k_norm) =
         (target.f32(&noise.tensor(&[head_dim], DType::F32)?)?, target.f32(&noise.tensor(&[head_dim], DType::F32)?)?);
     let norms = (norms == QkNorms::With).then_some(QkNorm { q: &q_norm, k: &k_norm, eps: 1e-5 });
     let slots = [63u32, 0, 17, 5, 40];
     let cache = Tensor::zeros((BLOCK_TOKENS, sizes.kv_heads, head_dim), target.dtype, target.device)?;
-    let (k, v) = (&cache, &cache.zeros_like()?);
+    let k = &cache;
+    let v = &cache.zeros_like()?;
     let layer = CachedLayer { k, v };
-    let (qkv, bias, slots_on_target) = (target.f32(&qkv)?, target.f32(&bias)?, target.ids(&slots)?);
+    let qkv = target.f32(&qkv)?;
+    let bias = target.f32(&bias)?;
+    let slots_on_target = target.ids(&slots)?;
     let q = split_qkv(SplitQkvInputs {
         qkv: &qkv,
         bias: Some(&bias),
@@ -312,11 +320,15 @@ struct AttentionCase {
 
 fn attend(target: CheckTarget, noise: &mut Noise, case: AttentionCase, backend: AttentionBackend) -> Result<Tensor> {
     let AttentionCase { tokens, position, head_dim, softcap } = case;
-    let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
+    let heads = 6;
+    let kv_heads = 2;
+    let blocks = (position + tokens).div_ceil(BLOCK_TOKENS);
     let rows = blocks * BLOCK_TOKENS;
     // After rounding to bf16, the noise is also exact in f16 and f32, so every target gets the same values.
     let mut tensor = |rows, heads| target.put(&noise.tensor(&[rows, heads, head_dim], DType::BF16)?);
-    let (q, k, v) = (tensor(tokens, heads)?, tensor(rows, kv_heads)?, tensor(rows, kv_heads)?);
+    let q = tensor(tokens, heads)?;
+    let k = tensor(rows, kv_heads)?;
+    let v = tensor(rows, kv_heads)?;
     let sinks = target.f32(&noise.tensor(&[heads], DType::F32)?)?;
     let layer = CachedLayer { k: &k, v: &v };
     // The blocks are in reverse order, so that a kernel that ignores the block table fails the check.
@@ -342,7 +354,10 @@ enum ExpertFormat {
 }
 
 fn experts(target: CheckTarget, noise: &mut Noise, tokens: usize, format: ExpertFormat) -> Result<Tensor> {
-    let (experts, chosen, rows, columns) = (5, 3, 67, 96);
+    let experts = 5;
+    let chosen = 3;
+    let rows = 67;
+    let columns = 96;
     let weights = match format {
         ExpertFormat::Mxfp4 => ExpertWeights::Mxfp4 {
             blocks: noise.bytes(&[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?,

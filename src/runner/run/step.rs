@@ -131,7 +131,8 @@ impl Runner {
         let StepSequence { ids, position, prompt_segments, .. } = *sequence;
         let segments = prompt_segments.or(self.options.prompt_segments);
         let segments = segments.context("internal error: a sequence has no prompt segments")?;
-        let (mut start, end) = (position, position + ids.len());
+        let mut start = position;
+        let end = position + ids.len();
         let mut scores = sequence.scores.take();
         loop {
             let segment_end = segments.next(start).min(end);

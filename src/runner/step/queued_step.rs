@@ -54,7 +54,8 @@ impl RowSampling {
     pub fn of_sequences(sequences: &[StepSequence], vocab_size: usize) -> Vec<Self> {
         let sampling = |(index, sequence): (usize, &StepSequence)| {
             let &StepSequence { id, awaits_input, ref sampler, .. } = sequence;
-            let (sampler, in_flight) = (sampler.as_deref()?, u32::from(awaits_input));
+            let sampler = sampler.as_deref()?;
+            let in_flight = u32::from(awaits_input);
             let sampling = sampler.on_device();
             let mut params = sampling.map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
             params.sampled_before += in_flight;

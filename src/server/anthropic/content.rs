@@ -145,7 +145,8 @@ mod tests {
     }
 
     fn run(pieces: Vec<AnswerPiece>, shows_thinking: bool) -> (Value, Vec<Value>) {
-        let (mut content, mut events) = (Content::new(shows_thinking), MessageEvents::default());
+        let mut content = Content::new(shows_thinking);
+        let mut events = MessageEvents::default();
         pieces.into_iter().for_each(|piece| content.push(piece, &mut events));
         content.finish(&mut events);
         (json!(content.take()), events.0)

@@ -102,7 +102,8 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                 message.ignore_with_note("messages[].content[]", "redacted_thinking");
             }
             "tool_use" => {
-                let (id, name) = (block.require_string("id")?, block.require_string("name")?);
+                let id = block.require_string("id")?;
+                let name = block.require_string("name")?;
                 let arguments = match block.take("input") {
                     Some(input @ Value::Object(_)) => input.to_string(),
                     _ => return Err(block.invalid("input", "expected an object")),

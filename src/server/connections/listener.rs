@@ -70,7 +70,8 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 pub async fn serve(server: Arc<ServerState>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
-    let (mut shutdown, mut failed) = (pin!(shutdown), pin!(server.wait_for_failure()));
+    let mut shutdown = pin!(shutdown);
+    let mut failed = pin!(server.wait_for_failure());
     let ends = |context: &mut Context<'_>| {
         let is_ending = shutdown.as_mut().poll(context).is_ready() || failed.as_mut().poll(context).is_ready();
         if is_ending { Poll::Ready(()) } else { Poll::Pending }

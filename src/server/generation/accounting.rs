@@ -66,7 +66,10 @@ impl Accounting {
 
     /// Returns the token counts so far. Prompt tokens count once per prompt, not once per answer.
     pub fn usage(&self, answers: &[AnswerStream]) -> Usage {
-        let (mut prompt_tokens, mut cached_tokens, mut completion_tokens, mut reasoning_tokens) = (0, 0, 0, 0);
+        let mut prompt_tokens = 0;
+        let mut cached_tokens = 0;
+        let mut completion_tokens = 0;
+        let mut reasoning_tokens = 0;
         for (index, answer) in answers.iter().enumerate() {
             let progress = answer.stream.progress();
             if index % self.answers_per_prompt == 0 {
@@ -129,7 +132,9 @@ impl Accounting {
         });
         let Some(requests) = requests.collect::<Option<Vec<_>>>() else { return };
         let options = &self.server.options;
-        let (id, name, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
+        let id = self.log.id.clone();
+        let name = options.model.clone();
+        let revision = options.record.revision.clone();
         let mut record = GenerationRecord::new(id, name, revision, model);
         record.requests = requests;
         record.error = end.failure;

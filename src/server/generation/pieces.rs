@@ -182,7 +182,9 @@ impl PieceBuilder {
                     (out.is_complete, self.is_complete) = (true, true);
                     continue;
                 }
-                let (index, id, name) = (self.sent_calls, ids::new("call_"), call.name.clone());
+                let index = self.sent_calls;
+                let id = ids::new("call_");
+                let name = call.name.clone();
                 out.pieces.push(AnswerPiece::ToolStart { index, id, name });
                 sent.index = Some(index);
                 self.sent_calls += 1;
@@ -303,7 +305,9 @@ mod tests {
                       <|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{\"q\": \"é\"}<|call|>";
         let prompt = crate::chat::Rendered { ids: Vec::new(), text: String::new() };
         let mut parser = language.chat_format().unwrap().parser(&prompt);
-        let (mut builder, mut all, mut answer_bytes) = (PieceBuilder::new(), Vec::new(), 0);
+        let mut builder = PieceBuilder::new();
+        let mut all = Vec::new();
+        let mut answer_bytes = 0;
         for id in tokenizer.encode(answer, ControlTokens::Parse).unwrap() {
             let deltas = parser.push(tokenizer, id).unwrap();
             let answers = deltas.iter().filter(|delta| delta.channel == Channel::Answer);
@@ -362,7 +366,10 @@ mod tests {
         let ids = tokenizer.encode(all, ControlTokens::Text).unwrap();
         let control = tokenizer.encode(control, ControlTokens::Parse).unwrap();
         for lag in 0..all.len() {
-            let (mut builder, mut pieces, mut parsed, mut sent) = (PieceBuilder::new(), Vec::new(), 0, 0);
+            let mut builder = PieceBuilder::new();
+            let mut pieces = Vec::new();
+            let mut parsed = 0;
+            let mut sent = 0;
             for &id in ids.iter().chain(&control) {
                 if !tokenizer.is_control(id) {
                     parsed += tokenizer.table().bytes(id).len();
@@ -423,7 +430,9 @@ mod tests {
         let (kept, stop) = ("One moment", "zzz");
         let encode = |text: &str| tokenizer.encode(text, ControlTokens::Text).unwrap();
         let (ids, stop_ids) = (encode(kept), encode(stop));
-        let (mut builder, mut pieces, mut parsed) = (PieceBuilder::new(), Vec::new(), 0);
+        let mut builder = PieceBuilder::new();
+        let mut pieces = Vec::new();
+        let mut parsed = 0;
         for &id in ids.iter().chain(&stop_ids) {
             let start = parsed;
             parsed += tokenizer.table().bytes(id).len();
@@ -488,7 +497,8 @@ mod tests {
 
     #[test]
     fn without_parallel_calls_the_answer_ends_after_the_first() {
-        let (mut builder, tokenizer) = (PieceBuilder::new().with_parallel_calls(false), demo());
+        let mut builder = PieceBuilder::new().with_parallel_calls(false);
+        let tokenizer = demo();
         let update = builder.push(call_token(), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);
         assert_eq!((text(&update.pieces).as_str(), update.is_complete), ("0=f 0+{} ", true));
         let update = builder.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], 0, &tokenizer);

@@ -99,7 +99,9 @@ fn parse(bytes: &[u8]) -> Result<Fields, ApiError> {
 
 /// Returns the maximum nesting depth of arrays and objects in JSON, without parsing it.
 fn depth(json: &[u8]) -> usize {
-    let (mut depth, mut deepest, mut bytes) = (0usize, 0, json.iter());
+    let mut depth = 0usize;
+    let mut deepest = 0;
+    let mut bytes = json.iter();
     while let Some(byte) = bytes.next() {
         match byte {
             b'[' | b'{' => {

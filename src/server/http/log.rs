@@ -95,7 +95,9 @@ impl Drop for RequestLog {
         let RequestOutcome { status, answer } = std::mem::take(&mut *self.lock());
         let status = status.map_or(CLIENT_CLOSED, |status| status.as_u16());
         self.metrics.http.responses.with_label_values(&[status.to_string().as_str()]).inc();
-        let (id, method, path) = (self.id.as_str(), self.method.as_str(), self.path.as_str());
+        let id = self.id.as_str();
+        let method = self.method.as_str();
+        let path = self.path.as_str();
         let traceparent = self.traceparent.as_deref();
         let duration_ms = milliseconds(self.started.elapsed().as_secs_f64());
         match answer {

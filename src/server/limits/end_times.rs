@@ -109,13 +109,17 @@ mod tests {
     /// At evenly spaced times, samples the wait until `count` more sequences have ended.
     /// Returns the mean suggested wait and the mean true wait.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
-        let (start, mut random) = (Instant::now(), Uniform(1));
+        let start = Instant::now();
+        let mut random = Uniform(1);
         let mut ends = vec![0.0];
         while ends.len() < 2000 {
             ends.push(ends[ends.len() - 1] + interval_s(&mut random));
         }
         let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
-        let (mut times, mut known, mut suggested, mut real) = (EndTimes::new(start), 0, 0.0, 0.0);
+        let mut times = EndTimes::new(start);
+        let mut known = 0;
+        let mut suggested = 0.0;
+        let mut real = 0.0;
         let samples = 5000;
         for sample in 0..samples {
             // Start at end 100, when `times` has a full history, and stop at end 1900, so that each true wait is known.
@@ -157,7 +161,8 @@ mod tests {
     /// Twelve long answers end in three steps. Then, short answers end one by one.
     #[test]
     fn long_intervals_of_an_earlier_load_do_not_count() {
-        let (start, mut random) = (Instant::now(), Uniform(1));
+        let start = Instant::now();
+        let mut random = Uniform(1);
         for scale_s in [0.03, 0.3, 3.0] {
             let mut times = EndTimes::new(start);
             let mut now_s = 0.0;

@@ -73,7 +73,8 @@ fn details(engine: &EngineHandle) -> Details {
 }
 
 fn models(server: &ServerState, state: ModelState) -> Result<Response, ApiError> {
-    let (engine, name) = (server.loaded_engine()?, server.options.model.as_str());
+    let engine = server.loaded_engine()?;
+    let name = server.options.model.as_str();
     let model = OllamaModel {
         name,
         model: name,

@@ -59,7 +59,8 @@ impl OllamaRequest {
         fields.refuse("suffix", &[json!("")], "")?;
         fields.refuse("template", &[json!("")], "the chat format of the model cannot be replaced")?;
         fields.refuse("context", &[json!([])], "use /api/chat")?;
-        let (prompt, system) = (fields.take_string("prompt")?, fields.take_string("system")?);
+        let prompt = fields.take_string("prompt")?;
+        let system = fields.take_string("system")?;
         let is_raw = fields.take_bool("raw")?.unwrap_or(false);
         let prompt = prompt.filter(|prompt| !prompt.is_empty()).map(|prompt| {
             if is_raw {

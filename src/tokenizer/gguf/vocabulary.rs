@@ -149,7 +149,8 @@ impl Vocabulary<'_> {
         let default = |id: usize| (sentencepiece && id < self.tokens.len()).then_some(id as u32);
         let bos = named("bos_token_id", self.bos)?.or(default(1));
         let eos = named("eos_token_id", self.eos)?.or(default(2));
-        let (eot, eom) = (named("eot_token_id", self.eot)?, named("eom_token_id", self.eom)?);
+        let eot = named("eot_token_id", self.eot)?;
+        let eom = named("eom_token_id", self.eom)?;
         let mut stop: Vec<u32> = [eos, eot, eom].into_iter().flatten().collect();
         let is_known_stop = |(token, id): &(&str, u32)| match self.token_type(*id as usize) {
             TokenType::Control => is_control_stop_token(token),

@@ -52,7 +52,9 @@ pub fn q5_0(bytes: &[u8], values: &mut [f32]) {
 
 /// Layout: d, m, 4 bytes with the fifth bit of each element, 16 bytes of nibbles.
 pub fn q5_1(bytes: &[u8], values: &mut [f32]) {
-    let (d, m, high) = (half(bytes, 0), half(bytes, 2), &bytes[4..8]);
+    let d = half(bytes, 0);
+    let m = half(bytes, 2);
+    let high = &bytes[4..8];
     for (i, value) in values.iter_mut().enumerate() {
         let q = nibble(&bytes[8..], i) | bit(high, i) << 4;
         *value = d * f32::from(q) + m;
@@ -70,7 +72,10 @@ pub fn q8_0(bytes: &[u8], values: &mut [f32]) {
 /// Layout: 16 scale bytes, 64 bytes of 2-bit integers, d, dmin.
 /// In each scale byte, the low nibble is the scale of 16 elements, and the high nibble is their min.
 pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
-    let (scales, low, d, dmin) = (&bytes[..16], &bytes[16..80], half(bytes, 80), half(bytes, 82));
+    let scales = &bytes[..16];
+    let low = &bytes[16..80];
+    let d = half(bytes, 80);
+    let dmin = half(bytes, 82);
     for (i, value) in values.iter_mut().enumerate() {
         let scale = scales[i / 16];
         let (d, m) = (d * f32::from(scale & 15), dmin * f32::from(scale >> 4));
@@ -80,7 +85,10 @@ pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
 
 /// Layout: 32 bytes with the third bit of each element, 64 bytes with the low 2 bits, sixteen 6-bit scales, d.
 pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
-    let (high, low, scales, d) = (&bytes[..32], &bytes[32..96], &bytes[96..108], half(bytes, 108));
+    let high = &bytes[..32];
+    let low = &bytes[32..96];
+    let scales = &bytes[96..108];
+    let d = half(bytes, 108);
     for (i, value) in values.iter_mut().enumerate() {
         let scale = q3_k_scale(scales, i / 16);
         // A third bit of 0 subtracts 4, so q is -4 to 3.
@@ -91,7 +99,10 @@ pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
 
 /// Layout: d, dmin, 12 bytes with eight 6-bit scales and eight 6-bit mins, 128 bytes of nibbles.
 pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
-    let (d, dmin, scales, low) = (half(bytes, 0), half(bytes, 2), &bytes[4..16], &bytes[16..]);
+    let d = half(bytes, 0);
+    let dmin = half(bytes, 2);
+    let scales = &bytes[4..16];
+    let low = &bytes[16..];
     for (i, value) in values.iter_mut().enumerate() {
         let (scale, min) = scale_and_min(scales, i / 32);
         let (d, m) = (d * f32::from(scale), dmin * f32::from(min));
@@ -102,7 +113,9 @@ pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
 /// Layout: d, dmin, 12 bytes with scales and mins as in Q4_K, 32 bytes with the fifth bit of each element,
 /// 128 bytes of nibbles.
 pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
-    let (d, dmin, scales) = (half(bytes, 0), half(bytes, 2), &bytes[4..16]);
+    let d = half(bytes, 0);
+    let dmin = half(bytes, 2);
+    let scales = &bytes[4..16];
     let (high, low) = (&bytes[16..48], &bytes[48..]);
     for (i, value) in values.iter_mut().enumerate() {
         let (scale, min) = scale_and_min(scales, i / 32);
@@ -114,7 +127,10 @@ pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
 
 /// Layout: 128 bytes with the low 4 bits of each element, 64 bytes with the high 2 bits, 16 signed 8-bit scales, d.
 pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
-    let (low, high, scales, d) = (&bytes[..128], &bytes[128..192], &bytes[192..208], half(bytes, 208));
+    let low = &bytes[..128];
+    let high = &bytes[128..192];
+    let scales = &bytes[192..208];
+    let d = half(bytes, 208);
     for (i, value) in values.iter_mut().enumerate() {
         let q = nibble(&low[64 * (i / 128)..][..64], i % 128) | two_bits(high, i) << 4;
         *value = d * f32::from(scales[i / 16] as i8) * (f32::from(q) - 32.0);

@@ -54,7 +54,9 @@ impl TwoLevels {
         let (max_scale, max_min) = (largest(|fit| fit.scale), largest(|fit| -fit.min));
         let code = |value: f32, max: f32| if max > 0.0 { nearest(levels / max * value, 0.0, levels) as u8 } else { 0 };
         let (d, dmin) = (f16::from_f32(max_scale / levels), f16::from_f32(max_min / levels));
-        let (mut scales, mut mins, mut codes) = ([0; 16], [0; 16], [0; SUPER_BLOCK]);
+        let mut scales = [0; 16];
+        let mut mins = [0; 16];
+        let mut codes = [0; SUPER_BLOCK];
         for (index, ((x, codes), fit)) in
             x.chunks_exact(group).zip(codes.chunks_exact_mut(group)).zip(&fits).enumerate()
         {
@@ -131,7 +133,10 @@ fn fit_affine(
     cost: impl Fn(f32) -> f32,
 ) -> Affine {
     let mut weights = [0.0; 32];
-    let (mut min, mut max, mut sum_w, mut sum_x) = (x[0], x[0], 0.0, 0.0);
+    let mut min = x[0];
+    let mut max = x[0];
+    let mut sum_w = 0.0;
+    let mut sum_x = 0.0;
     for (&x, w) in x.iter().zip(&mut weights) {
         (min, max) = (if x < min { x } else { min }, if x > max { x } else { max });
         *w = weight(x);
@@ -157,7 +162,9 @@ fn fit_affine(
         // As in ggml, each attempt starts from the best `min` of the earlier attempts.
         let min = best.min;
         let inverse = (first + 0.1 * f32::from(step) + max_code) / (max - min);
-        let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0, 0.0, 0.0);
+        let mut sum_l = 0.0;
+        let mut sum_l2 = 0.0;
+        let mut sum_xl = 0.0;
         for (&x, w) in x.iter().zip(weights) {
             let l = code(inverse, min, x);
             sum_l += w * l;

@@ -155,7 +155,8 @@ impl<'c> MatrixRows<'c> {
                     let planes = whole_bytes.map(|length| bytes.split_off_mut(..length).unwrap_or_default());
                     write(row, buffer, planes)
                 };
-                let (mut rest, whole_length) = (planes, whole_bytes.iter().sum());
+                let mut rest = planes;
+                let whole_length = whole_bytes.iter().sum();
                 let rows_to_convert = RowsToConvert { name, rows: self.rows, row_length: whole_length };
                 reads.convert_rows(rows_to_convert, write, |rows, bytes| {
                     if kept.is_empty() {

@@ -25,7 +25,8 @@ impl MemoryPlan {
             return None;
         }
         // Invariant of the binary search: `fitting` fits, and `too_long` does not fit or exceeds `max_context`.
-        let (mut fitting, mut too_long) = (1, self.max_context + 1);
+        let mut fitting = 1;
+        let mut too_long = self.max_context + 1;
         while too_long - fitting > 1 {
             let middle = fitting + (too_long - fitting) / 2;
             if fits(middle) { fitting = middle } else { too_long = middle }

@@ -168,7 +168,8 @@ impl ExpertOutputs {
         };
         // SAFETY: the kernel writes every element of `sum` and `normed`.
         let empty = |dtype| unsafe { scratch::empty((tokens, columns), dtype, x.device()) };
-        let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
+        let sum = empty(DType::F32)?;
+        let normed = empty(dtype)?;
         let arguments = Arguments::new()
             .tensor(x)?
             .tensor(&self.y)?
@@ -251,7 +252,10 @@ impl MlpShape {
             || offsets.dims() != [experts + 1]
             || rows.dims() != sorted.dims()
         {
-            let (x, weights, sorted, offsets) = (x.dims(), weights.dims(), sorted.dims(), offsets.dims());
+            let x = x.dims();
+            let weights = weights.dims();
+            let sorted = sorted.dims();
+            let offsets = offsets.dims();
             bail!(
                 "cannot run experts: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets \
                  {offsets:?} of dtypes {dtypes:?}, or the rows of the pairs, do not match"

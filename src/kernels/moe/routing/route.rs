@@ -73,7 +73,9 @@ impl RoutedPairs {
         let ((tokens, columns), (experts, weight_columns)) = (x.dims2()?, weight.dims2()?);
         let all_f32 = [Some(x), Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
         if !all_f32 || columns != weight_columns || bias.is_some_and(|bias| bias.dims() != [experts]) {
-            let (x, weight, bias) = (x.dims(), weight.dims(), bias.map(Tensor::dims));
+            let x = x.dims();
+            let weight = weight.dims();
+            let bias = bias.map(Tensor::dims);
             bail!(
                 "cannot route tokens: x {x:?}, weight {weight:?} and bias {bias:?} must be F32 and have matching shapes"
             );

@@ -37,7 +37,9 @@ pub(in crate::kernels::moe) fn sort_by_expert(
     let pairs = ids.elem_count();
     // SAFETY: the kernel writes all pairs, all offsets and all rows.
     let empty = |count: usize| unsafe { scratch::empty(count, ids.dtype(), ids.device()) };
-    let (sorted, offsets, rows) = (empty(pairs)?, empty(experts + 1)?, empty(pairs)?);
+    let sorted = empty(pairs)?;
+    let offsets = empty(experts + 1)?;
+    let rows = empty(pairs)?;
     let arguments =
         Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.tensor(&rows)?.int(pairs).int(experts);
     let shape = LaunchShape::linear(pairs.div_ceil(PAIRS_PER_BLOCK).clamp(1, MAX_BLOCKS), SORT_BY_EXPERT_THREADS);

@@ -236,7 +236,8 @@ impl DecodeGraph {
         tables: &BlockTables,
     ) -> Result<()> {
         let logits = logits.flatten_all()?;
-        let (vocab_size, context) = (self.buffers.logits.dims1()?, self.context);
+        let vocab_size = self.buffers.logits.dims1()?;
+        let context = self.context;
         if tokens == 0 || tokens > context || logits.dims1()? != vocab_size {
             bail!(
                 "cannot decode after {tokens} tokens with {} logits: \

@@ -244,7 +244,8 @@ pub(super) fn add_clamped_moe(
         &expert_buffers.logits,
         Some(expert_buffers),
     )?;
-    let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
+    let up_bias = gate_up_bias.to_dtype(DType::F32)?;
+    let down_bias = down_bias.to_dtype(DType::F32)?;
     decode::add_mxfp4_gate_up(launches, buffers, gate_up, &up_bias, config.swiglu_limit, expert_buffers)?;
     Ok(decode::add_mxfp4_down(launches, buffers, down, &down_bias, expert_buffers)?)
 }

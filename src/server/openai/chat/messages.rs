@@ -35,7 +35,8 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     fields.refuse("audio", &[], "send text")?;
     fields.refuse("function_call", &[], "use 'tool_calls'")?;
     let content = read_content(fields, "content")?;
-    let (reasoning, reasoning_content) = (fields.take_string("reasoning")?, fields.take_string("reasoning_content")?);
+    let reasoning = fields.take_string("reasoning")?;
+    let reasoning_content = fields.take_string("reasoning_content")?;
     let reasoning = reasoning.or(reasoning_content);
     let tool_calls = read_tool_calls(fields)?;
     if role != Role::Assistant && !tool_calls.is_empty() {

@@ -113,7 +113,9 @@ struct WireToken {
 
 impl Default for WholeMessage {
     fn default() -> Self {
-        let (content, refusal, reasoning) = (None, None, None);
+        let content = None;
+        let refusal = None;
+        let reasoning = None;
         Self { role: "assistant", content, refusal, reasoning, tool_calls: Vec::new() }
     }
 }

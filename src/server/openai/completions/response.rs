@@ -113,7 +113,9 @@ fn begun_characters(bytes: &[u8]) -> usize {
 ///
 /// `echo` may lack the control token at the start of the prompt, and the space that a tokenizer puts before the text.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {
-    let (mut offsets, mut byte, mut characters) = (Vec::with_capacity(tokens.len()), 0, 0);
+    let mut offsets = Vec::with_capacity(tokens.len());
+    let mut byte = 0;
+    let mut characters = 0;
     for &id in tokens {
         offsets.push(characters);
         let (token, rest) = (tokenizer.table().bytes(id), &echo.as_bytes()[byte..]);

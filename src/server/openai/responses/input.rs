@@ -163,7 +163,8 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
             })
         }
         "function_call" => {
-            let (call_id, name) = (item.require_string("call_id")?, item.require_string("name")?);
+            let call_id = item.require_string("call_id")?;
+            let name = item.require_string("name")?;
             Ok(ItemContent::Call { call_id, name, arguments: item.require_string("arguments")? })
         }
         "function_call_output" => {

@@ -85,7 +85,9 @@ impl Output {
     }
 
     fn start_message(&mut self, events: &mut impl ResponseEventSink) {
-        let (role, text, logprobs) = (Role::Assistant, String::new(), Vec::new());
+        let role = Role::Assistant;
+        let text = String::new();
+        let logprobs = Vec::new();
         self.start(ItemContent::Message { role, text, logprobs }, events);
     }
 
@@ -180,7 +182,8 @@ mod tests {
     fn run(pieces: Vec<AnswerPiece>, parts: ResponseParts, status: ItemStatus) -> (Vec<Value>, ResponseEvents) {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let tokenizer = Tokenizer::from_dir(&folder).unwrap();
-        let (mut output, mut events) = (Output::new(parts), ResponseEvents::default());
+        let mut output = Output::new(parts);
+        let mut events = ResponseEvents::default();
         pieces.into_iter().for_each(|piece| output.push(piece, &tokenizer, &mut events));
         output.finish(status, &mut events);
         (output.items.iter().map(|item| serde_json::to_value(item).unwrap()).collect(), events)
