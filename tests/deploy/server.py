@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import tempfile
@@ -28,9 +29,11 @@ class Demo:
 
     def __enter__(self):
         # The first line of standard output contains the URL. It comes when the model is ready.
-        line = self.process.stdout.readline()
+        readable, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        line = self.process.stdout.readline() if readable else ""
         url = re.search(r"http://[0-9.:]+", line)
         if url is None:
+            self.process.kill()
             self.log.seek(0)
             raise RuntimeError(f"cannot start the demo server: {line}{self.log.read()}")
         self.url = url.group()

@@ -13,7 +13,7 @@ use crate::support::fake_hub::{COMMIT, FakeHub, REPO, etag, pattern};
 #[cfg(target_os = "linux")]
 use crate::support::program::MOUNTING;
 use crate::support::program::{assert_fails, in_shell, inferno, text};
-use crate::support::{Random, demo_dir};
+use crate::support::{Random, demo_dir, wait_until};
 
 const WEIGHTS: &str = "model.safetensors";
 
@@ -47,14 +47,6 @@ fn fetched(home: &TempDir) -> Vec<u8> {
 
 fn repo(home: &TempDir) -> std::path::PathBuf {
     home.path().join("models/models--org--tiny-model")
-}
-
-fn wait_until(what: &str, done: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(60), "timed out waiting until {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 #[test]

@@ -18,6 +18,7 @@ pub mod session;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::device::{self, DeviceChoice};
@@ -30,6 +31,15 @@ use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 use tempfile::TempDir;
 
 use crate::harness::{Need, TestCase, is_gpu_expected};
+
+/// Waits until `is_done` returns true. Fails with `what` after 60 s.
+pub fn wait_until(what: &str, is_done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_done() {
+        assert!(start.elapsed() < Duration::from_secs(60), "timed out waiting until {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
 
 /// Returns the path of a file or folder in `tests/golden`.
 /// If the test binary was copied to another machine, `INFERNO_GOLDEN` must name a copy of `tests/golden`.

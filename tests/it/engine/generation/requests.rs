@@ -13,9 +13,9 @@ use inferno::engine::{FinishReason, Summary};
 use inferno::{Engine, EngineHandle, GenerateOptions, RequestStream, SamplingParams};
 
 use super::{ask, break_embedding, different_prompts, endless, stats_when_idle};
-use crate::support::demo_dir;
 use crate::support::engine::{Answer, demo, generate, generate_at_once, greedy, sampling};
 use crate::support::program::copy_of_demo;
+use crate::support::{demo_dir, wait_until};
 
 #[test]
 fn handle_is_clone_send_and_sync() {
@@ -84,10 +84,7 @@ fn canceled_prefill_stops_at_the_next_chunk() {
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(4096).chunk(16).load().unwrap();
     let prompt = engine.random_tokens(1, 4000);
     let stream = engine.complete_ids(&prompt, greedy()).unwrap();
-    // The prefill has begun once `prompt_tokens` counts its first chunk.
-    while engine.stats().prompt_tokens == 0 {
-        thread::yield_now();
-    }
+    wait_until("the first chunk is counted", || engine.stats().prompt_tokens > 0);
     drop(stream);
     let at_drop = engine.stats().prompt_tokens;
     let idle = stats_when_idle(&engine);
