@@ -269,8 +269,8 @@ pub const EXPERT_SMALL_TILE_STAGES: usize = 3;
 /// K steps of 64 columns per stage for small tiles.
 pub const EXPERT_SMALL_TILE_K_STEPS: usize = 3;
 
-// Matrix products with MXFP4 tiles and at most 5 pairs per expert on average (`expert_few_pairs.rs` and
-// `expert_few_pairs.cu` in `moe/mxfp4_tiles/`).
+// Matrix products with MXFP4 tiles and few pairs per expert (`expert_few_pairs.rs` and `expert_few_pairs.cu` in
+// `moe/mxfp4_tiles/`).
 
 /// Threads per block in the expert_few_pairs kernels. Each multiprocessor runs one block.
 pub const EXPERT_FEW_PAIRS_THREADS: usize = 512;

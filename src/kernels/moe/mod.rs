@@ -10,7 +10,7 @@
 //! | --- | --- | --- |
 //! | MXFP4 tiles | step of the decode graph | `decode/mxfp4_experts` |
 //! | float, quantized | step of the decode graph | `decode/routed_experts` |
-//! | MXFP4 tiles | at most 5 pairs per expert, not fixed | `mxfp4_tiles/expert_few_pairs` |
+//! | MXFP4 tiles | at most 3 pairs per expert (5 without wgmma), not fixed | `mxfp4_tiles/expert_few_pairs` |
 //! | MXFP4 tiles | all others | `mxfp4_tiles/expert_mlp` |
 //! | MXFP4 | fewer than 64 pairs, f32, or fixed | `experts`: `expert_gemv_mxfp4` |
 //! | MXFP4 | all others | `experts`: `expert_gemm_mxfp4` |
@@ -22,7 +22,8 @@
 //! - The decode graph runs the decode steps of a single sequence.
 //! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles unless a scale is NaN or exceeds 2.
 //! - `expert_few_pairs` also requires hidden and intermediate sizes that are multiples of 192, and tiles of at least
-//!   8 pairs that fit in shared memory. If no larger tiles fit, it is used for at most 4 pairs per expert.
+//!   8 pairs that fit in shared memory. Without wgmma, if no larger tiles fit, it is used for at most 4 pairs per
+//!   expert.
 //! - `expert_mlp` uses wgmma on GPUs of compute capability 9.0, if the build has machine code for them.
 //!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are kernels for three tile sizes (pairs per tile).
 //!   `product_kernel` chooses the tile size by the number of pairs per expert.

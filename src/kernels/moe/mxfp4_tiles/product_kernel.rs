@@ -14,13 +14,13 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors, runs_wgmma};
 
-/// `expert_few_pairs.cu` is used instead of `expert_mlp.cu` for at most this many pairs per expert on average.
-/// If a tile of the kernel has room for fewer than twice as many pairs, the limit is lower (see `choose`).
-///
-/// On an H200, `expert_few_pairs.cu` was faster up to this limit (`docs/history/benchmarks.md`, "Limits of the expert
-/// kernel for batches"). Since then, tensor maps have made `expert_mlp.cu` faster, so a lower limit may be better.
-/// On an H100, `expert_mlp.cu` was faster from 4 pairs per expert on (same page, "wgmma from six pairs per expert on").
-const FEW_PAIRS_PER_EXPERT: usize = 5;
+/// If `expert_mlp.cu` runs with wgmma, `expert_few_pairs.cu` is used instead for at most this many pairs per expert on
+/// average. Measured on an H200 and an H100 (`docs/history/benchmarks.md`, "wgmma from four pairs per expert on").
+const FEW_PAIRS_PER_EXPERT: usize = 3;
+
+/// The same limit if `expert_mlp.cu` runs with mma.sync. Not measured since the wgmma kernels exist.
+/// If a tile of `expert_few_pairs.cu` has room for fewer than twice as many pairs, the limit is lower (see `choose`).
+const FEW_PAIRS_PER_EXPERT_WITH_MMA: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles.
 /// A thread block can process several output tiles, so the grid depends only on the kernel and the GPU.
@@ -47,7 +47,8 @@ impl ProductKernel {
         {
             // If an expert has more pairs than fit in a tile, its weights are read again for the next tile.
             // Some experts have more pairs than the average, so a tile must have room for twice the average.
-            let limit = FEW_PAIRS_PER_EXPERT.min(kernel.max_pairs / 2);
+            let tuned_limit = if runs_wgmma(device) { FEW_PAIRS_PER_EXPERT } else { FEW_PAIRS_PER_EXPERT_WITH_MMA };
+            let limit = tuned_limit.min(kernel.max_pairs / 2);
             if pairs <= limit * experts {
                 return Ok(Self::ExpertFewPairs(kernel));
             }
