@@ -155,7 +155,7 @@ impl SamplingParams {
     /// greedy sampling, as in transformers. With `"do_sample": true`, the default temperature is 1.
     ///
     /// Ignores values that are invalid or out of range, and returns a message about each of them,
-    /// such as `top_p is 1.5: expected a number from 0 to 1; the default is 1`.
+    /// such as `top_p is 1.5: expected a number from 0 to 1; using 1 instead`.
     pub fn from_generation_config(generation_config: &Value) -> (Self, Vec<String>) {
         let do_sample = &generation_config["do_sample"];
         let is_sampling = do_sample.as_bool() == Some(true);
@@ -163,7 +163,7 @@ impl SamplingParams {
         let mut ignored = Vec::new();
         if !do_sample.is_null() && !do_sample.is_boolean() {
             let value = excerpt(&do_sample.to_string());
-            ignored.push(format!("do_sample is {value}: expected true or false; the default is false"));
+            ignored.push(format!("do_sample is {value}: expected true or false; using false instead"));
         }
         if is_sampling {
             params.temperature = 1.0;
@@ -182,7 +182,7 @@ impl SamplingParams {
             }
             if let Err(expected) = (field.set_json)(&mut params, value) {
                 let (value, default) = (excerpt(&value.to_string()), field.get(&params));
-                ignored.push(format!("{} is {value}: {expected}; the default is {default}", field.name));
+                ignored.push(format!("{} is {value}: {expected}; using {default} instead", field.name));
             }
         }
         (params, ignored)
@@ -289,19 +289,19 @@ mod tests {
     fn generation_config_with_invalid_values_is_ignored() {
         let defaults = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
         for (json, message) in [
-            (r#"{"temperature": -1}"#, "temperature is -1: expected a number from 0 to 100; the default is 1"),
-            (r#"{"temperature": "NaN"}"#, "temperature is \"NaN\": expected a number from 0 to 100; the default is 1"),
-            (r#"{"top_k": -5}"#, "top_k is -5: expected a whole number, 0 or more; the default is 0"),
-            (r#"{"top_k": 2.5}"#, "top_k is 2.5: expected a whole number, 0 or more; the default is 0"),
-            (r#"{"top_p": 1.5}"#, "top_p is 1.5: expected a number from 0 to 1; the default is 1"),
-            (r#"{"min_p": [0]}"#, "min_p is [0]: expected a number from 0 to 1; the default is 0"),
+            (r#"{"temperature": -1}"#, "temperature is -1: expected a number from 0 to 100; using 1 instead"),
+            (r#"{"temperature": "NaN"}"#, "temperature is \"NaN\": expected a number from 0 to 100; using 1 instead"),
+            (r#"{"top_k": -5}"#, "top_k is -5: expected a whole number, 0 or more; using 0 instead"),
+            (r#"{"top_k": 2.5}"#, "top_k is 2.5: expected a whole number, 0 or more; using 0 instead"),
+            (r#"{"top_p": 1.5}"#, "top_p is 1.5: expected a number from 0 to 1; using 1 instead"),
+            (r#"{"min_p": [0]}"#, "min_p is [0]: expected a number from 0 to 1; using 0 instead"),
             (
                 r#"{"repetition_penalty": 0}"#,
-                "repetition_penalty is 0: expected a number from 0.01 to 100; the default is 1",
+                "repetition_penalty is 0: expected a number from 0.01 to 100; using 1 instead",
             ),
             (
                 r#"{"repetition_penalty": 1e39}"#,
-                "repetition_penalty is 1e+39: expected a number from 0.01 to 100; the default is 1",
+                "repetition_penalty is 1e+39: expected a number from 0.01 to 100; using 1 instead",
             ),
         ] {
             let mut json: Value = serde_json::from_str(json).unwrap();
@@ -317,6 +317,6 @@ mod tests {
         assert!(ignored.is_empty(), "a null, a top_k of -1 or an unread field must not cause a message: {ignored:?}");
         let (params, ignored) = SamplingParams::from_generation_config(&serde_json::json!({ "do_sample": "true" }));
         assert_eq!(params, SamplingParams::greedy());
-        assert_eq!(ignored, [r#"do_sample is "true": expected true or false; the default is false"#]);
+        assert_eq!(ignored, [r#"do_sample is "true": expected true or false; using false instead"#]);
     }
 }

@@ -55,7 +55,7 @@ impl FairQueue {
 
     /// Estimates how many waiting sequences would start before a new sequence.
     ///
-    /// The estimate counts the more senior sequences of the tenant and about as many of each other tenant,
+    /// The estimate counts the more senior sequences of this tenant, and up to about as many of every other tenant,
     /// because tenants take turns. The exact number depends on the lengths of the prompts and answers.
     pub fn ahead(&self, tenant: TenantId, seniority: Seniority, ledger: &TenantLedger) -> usize {
         let own = self.waiting.get(&tenant).map_or(0, |waiting| waiting.range(..seniority).count());

@@ -63,7 +63,8 @@ impl HostPlanes<'_> {
     }
 }
 
-/// Unpacks the 32 quantized values of a group from its bytes in the low and high planes, which are padded to 32 bytes.
+/// Unpacks the 32 quantized values of a group. `low` and `high` are the group's bytes in the low and high planes, each
+/// padded to 32 bytes. `low_bytes` and `high_bytes` are their numbers without padding.
 fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) -> [u8; 32] {
     let two = |plane: &[u8; 32], j: usize, i: usize| plane[4 * (j / 4) + i] >> (2 * (j % 4)) & 3;
     std::array::from_fn(|column| {

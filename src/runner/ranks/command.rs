@@ -18,9 +18,9 @@ use crate::runner::step::{RowSampling, StepExecutor, StepSequence};
 /// A command that the first rank sends to a follower.
 #[derive(Clone)]
 pub enum RankCommand {
-    /// Runs a batch operation by operation.
+    /// Runs a batch without a graph, one operation at a time.
     Forward(Arc<OwnedBatch>),
-    /// Runs a batch operation by operation, and computes the logits of the given ranges of tokens.
+    /// Runs a batch without a graph, one operation at a time, and computes the logits of the given ranges of tokens.
     /// See [`forward_scored`].
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a batch graph.

@@ -9,7 +9,7 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{PassBatch, RowSelection};
 
-/// Runs a batch operation by operation. `ranges` are ranges of the batch's tokens.
+/// Runs a batch without a graph, one operation at a time. `ranges` are ranges of the batch's tokens.
 /// Calls `on_logits` with the index of each range and the range's logits, f32 `[tokens of the range, vocab]`.
 /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
 ///

@@ -65,8 +65,8 @@ fn templates_agree_with_transformers() {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         wrong.extend(differences(&golden, name, &source, template));
     }
-    // Each line of this file has one chat template, such as Llama 2's or Qwen 2's.
-    // The keys of `lines` in chat.json are numbers of lines in this file.
+    // Each line of ollama-templates.jsonl has one chat template, such as Llama 2's or Qwen 2's.
+    // The keys of `lines` in chat.json are indices of its lines, counted from 0.
     let lines = std::fs::read_to_string(folder.join("ollama-templates.jsonl")).unwrap();
     for (number, template) in golden["lines"].as_object().unwrap() {
         let line: Value = serde_json::from_str(lines.lines().nth(number.parse().unwrap()).unwrap()).unwrap();

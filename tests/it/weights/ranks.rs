@@ -119,7 +119,11 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
             // Each rank reads all scales of an 8-bit matrix.
             let scale_bytes = if path == eight_bit.path() { (ranks * rows * size_of::<f32>()) as u64 } else { 0 };
             let matrix_bytes = checkpoint.bytes() - scale_bytes / ranks as u64;
-            assert_eq!(read, matrix_bytes + scale_bytes, "bytes read of {module} as {target:?} on {ranks} ranks");
+            assert_eq!(
+                read,
+                matrix_bytes + scale_bytes,
+                "bytes read for {module}, quantized to {target:?}, on {ranks} ranks"
+            );
             let alone = load(ranks, is_divided, false);
             assert!(parts == alone, "shared reads changed {module} as {target:?} on {ranks} ranks");
         }
