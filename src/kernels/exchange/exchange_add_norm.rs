@@ -120,8 +120,7 @@ impl GpuExchange {
     }
 
     /// Computes a [`ResidualUpdate`]. If `rounds_to_bf16` is true, rounds partial results to bf16, and may round the
-    /// normalized
-    /// rows.
+    /// normalized rows.
     /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds_to_bf16` is
     /// false.
     /// Fails if the shapes do not match.
